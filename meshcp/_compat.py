@@ -1,0 +1,229 @@
+"""Every private torch or diffusers name that meshcp uses, and what differs between their versions.
+
+Held for torch 2.11 to 2.14 and diffusers 0.42. Nothing else in the package may reach behind an underscore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement
+
+from .errors import AttentionError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+# -- functional collectives --------------------------------------------------------------------------------------
+# The public wrappers in torch.distributed._functional_collectives (a private module too) end in these operators.
+
+
+def start_all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> torch.Tensor:
+    """``all_to_all_single`` of a 1-D tensor with explicit splits; wait with :func:`wait`."""
+    out: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(x, list(receive), list(send), group)
+    return out
+
+
+def start_all_gather(x: torch.Tensor, degree: int, group: str) -> torch.Tensor:
+    """Concatenation over ranks along dim 0; equal shapes on every rank."""
+    out: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x, degree, group)
+    return out
+
+
+def start_reduce_scatter(x: torch.Tensor, degree: int, group: str) -> torch.Tensor:
+    """Sum over ranks, cut into ``degree`` equal parts along dim 0; this rank's part."""
+    out: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", degree, group)
+    return out
+
+
+def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum over ranks, out of place."""
+    out: torch.Tensor = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    return out
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Wait for a functional collective (``AsyncCollectiveTensor.wait`` loses autograd in some gathers)."""
+    out: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return out
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
+
+
+# -- DTensor operator strategies -----------------------------------------------------------------------------------
+# register_op_strategy with a hand-built OpSpec holds from 2.11 to 2.14 and sees the axis names of the mesh.
+# register_sharding and the single-dim strategies see neither names nor degrees.
+
+
+def register_strategy(
+    ops: Sequence[torch._ops.OpOverload], choose: Callable[[OpSchema], list[list[Sequence[Placement] | None]]]
+) -> None:
+    """Register a DTensor strategy for ``ops``.
+
+    Args:
+        ops: overloads that share the strategy.
+        choose: given the schema of a call, a list of candidates; each names the placements of the outputs and then
+            of the tensor inputs in order (None for an input that is absent).
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
+
+    def strategy(schema: OpSchema) -> OpStrategy:
+        inputs = [argument for argument in schema.args_schema if isinstance(argument, OpStrategy)]
+        mesh = inputs[0].mesh
+        outputs = len(schema.op._schema.returns)
+        specs = []
+        for candidate in choose(schema):
+            out_specs = tuple(DTensorSpec(mesh, tuple(p)) for p in candidate[:outputs] if p is not None)
+            in_specs = [
+                DTensorSpec(mesh, tuple(placements), tensor_meta=source.strategies[0].output_spec.tensor_meta)
+                for placements, source in zip((p for p in candidate[outputs:] if p is not None), inputs, strict=True)
+            ]
+            costs = [generate_redistribute_costs(source, spec) for source, spec in zip(inputs, in_specs, strict=True)]
+            output_specs = out_specs if outputs > 1 else out_specs[0]
+            specs.append(OpSpec(output_specs=output_specs, input_specs=in_specs, redistribute_cost=costs))
+        return OpStrategy(specs)
+
+    info = RuntimeSchemaInfo(static_argnum=4, static_kwargkey=["causal", "ring", "enable_gqa"])
+    register_op_strategy(list(ops), schema_info=info)(strategy)
+
+
+def input_specs(schema: OpSchema) -> list[DTensorSpec | None]:
+    """The spec of each positional argument of a call, None for those that are no DTensor."""
+    from torch.distributed.tensor._op_schema import OpStrategy
+
+    return [
+        argument.strategies[0].output_spec if isinstance(argument, OpStrategy) else None
+        for argument in schema.args_schema
+    ]
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile(module)`` returns."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+# -- diffusers: where a processor hands an attention call to a backend ------------------------------------------------
+# dispatch_attention_fn(..., backend=processor._attention_backend, parallel_config=processor._parallel_config) looks the
+# backend up in a registry. meshcp is one more entry of that registry; the parallel_config of a call is the attention
+# site that it belongs to. A processor carries both only while its module runs.
+
+
+class AttentionCall(Protocol):
+    """What meshcp does with an attention call. Tensors are ``[B, S, H, D]``."""
+
+    def dispatched(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor: ...
+
+
+def _meshcp_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: AttentionCall | None = None,
+) -> torch.Tensor:
+    if _parallel_config is None:
+        raise AttentionError(
+            "an attention call reached the meshcp backend without a module that it belongs to; leave the attention "
+            "backend as Diffusers sets it (model.reset_attention_backend()): meshcp takes calls over by itself"
+        )
+    return _parallel_config.dispatched(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def register_attention_backend() -> Any:
+    """Enter meshcp into the registry of Diffusers' attention backends; returns the name to hand to a processor."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    for known in _AttentionBackendRegistry._backends:
+        if known.value == "meshcp":
+            return known
+    # An enum with members cannot be extended by subclassing, and the registry is keyed by members.
+    member = str.__new__(AttentionBackendName, "meshcp")
+    member._name_, member._value_ = "MESHCP", "meshcp"
+    _AttentionBackendRegistry.register(member)(_meshcp_backend)
+    return member
+
+
+def has_attention_seam(owner: object) -> bool:
+    """Whether a processor (or module) passes its own backend and parallel config to ``dispatch_attention_fn``."""
+    return hasattr(owner, "_attention_backend") and hasattr(owner, "_parallel_config")
+
+
+@contextlib.contextmanager
+def taken_over(owner: Any, member: Any, call: AttentionCall) -> Iterator[None]:
+    """Let the attention calls of ``owner`` come to ``call``, and leave ``owner`` as it was afterwards."""
+    own = owner.__dict__
+    before = {name: own[name] for name in ("_attention_backend", "_parallel_config") if name in own}
+    owner._attention_backend, owner._parallel_config = member, call
+    try:
+        yield
+    finally:
+        for name in ("_attention_backend", "_parallel_config"):
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def chosen_backend(owner: object) -> str:
+    """Name of the attention backend that the user chose for ``owner``, ``""`` where it is Diffusers' own choice."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    backend = getattr(owner, "_attention_backend", None)
+    if backend is None:
+        backend = _AttentionBackendRegistry._active_backend
+    return str(getattr(backend, "value", backend))
+
+
+def dispatch(
+    backend: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    """A call of one of Diffusers' backends on local ``[B, S, H, D]`` tensors."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
+    out: torch.Tensor = dispatch_attention_fn(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped,
+        backend=AttentionBackendName(backend),
+    )  # fmt: skip
+    return out
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether ``module`` computes attention: it has a processor, or Diffusers says so."""
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+
+    return isinstance(module, AttentionModuleMixin | Attention | MochiAttention)

@@ -1,0 +1,238 @@
+"""The way of one attention call: shard of the sequence -> heads -> kernel or ring -> shard of the sequence.
+
+Shapes: B batch, H query heads, G KV heads, S this rank's query rows, K this rank's KV rows, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import AttentionError, LayoutError
+from ..mesh import ContextMesh
+from ..placements import HeadLayout, SequenceLayout, select, total
+from .masks import canonical_mask, positions, select_broadcast
+from .op import flatten_intervals
+from .ulysses import Bundle, Exchange, to_heads, to_sequence
+
+LocalKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, float | None], torch.Tensor
+]
+"""``(q, k, v, mask, causal, scale) -> out`` on ``[B, H, S, D]`` with as many KV heads as query heads, or H/G of them."""
+
+
+def sdpa(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention``, the ordinary local attention."""
+    return F.scaled_dot_product_attention(
+        q_BHSD, k_BGKD, v_BGKD, mask, is_causal=causal, scale=scale, enable_gqa=k_BGKD.shape[1] != q_BHSD.shape[1]
+    )
+
+
+class CallPlan:
+    """Everything about an attention call that follows from layouts and head counts: made once, used every layer."""
+
+    def __init__(
+        self, context: ContextMesh, q: SequenceLayout, kv: SequenceLayout | None, heads: int, kv_heads: int
+    ) -> None:
+        """
+        Args:
+            context: the mesh.
+            q, kv: layouts of queries and of keys and values; ``kv`` None where KV is replicated.
+            heads, kv_heads: query and KV head counts before the all-to-all.
+
+        Raises:
+            AttentionError: KV heads that do not divide the query heads.
+        """
+        if kv_heads == 0 or heads % kv_heads:
+            raise AttentionError(
+                f"{heads} query heads over {kv_heads} KV heads; the first must be a multiple of the second"
+            )
+        self.context, self.q, self.kv, self.heads = context, q, kv, heads
+        layout = HeadLayout(heads, kv_heads, context.ulysses)
+        query = tuple(layout.query(rank) for rank in range(context.ulysses))
+        shared = tuple(layout.kv(rank) for rank in range(context.ulysses))
+        self._query_heads = query[context.ulysses_rank]
+        self._kv_index = layout.kv_index(context.ulysses_rank)
+        self._q_rows = q.block(context.ring_rank)
+        self._kv_blocks = () if kv is None else tuple(kv.block(rank) for rank in range(context.ring))
+        here = context.ring_rank, context.ulysses_rank
+        self._q_real = q.real(*here)
+        self._kv_real = None if kv is None else kv.real(*here)
+        self._in: Exchange | None = None
+        self._out: Exchange | None = None
+        if kv is not None and context.ulysses > 1:
+            where = context.ulysses_group, context.ring_rank, context.ulysses_rank
+            query_bundle = Bundle(q, (query,), (heads,))
+            if kv == q:
+                bundles = [Bundle(q, (query, shared, shared), (heads, kv_heads, kv_heads))]
+            else:
+                bundles = [query_bundle, Bundle(kv, (shared, shared), (kv_heads, kv_heads))]
+            self._in, self._out = Exchange(bundles, *where), Exchange([query_bundle], *where)
+
+    def describe_heads(self) -> str:
+        """The query heads that this rank computes with, as text."""
+        start, stop = self._query_heads
+        return f"{start}..{stop - 1} of {self.heads}" if start < stop else f"none of {self.heads}"
+
+    def run(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BGKD: torch.Tensor,
+        v_BGKD: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        local: LocalKernel = sdpa,
+        kernel: str = "",
+        rows_are_batch: bool = True,
+        held: bool = False,
+    ) -> torch.Tensor:
+        """Attention of this rank's rows over the whole sequence.
+
+        Args:
+            q_BHSD, k_BGKD, v_BGKD: this rank's shard (KV whole where it is replicated), any strides.
+            mask: in global form, or None.
+            local: what computes once the heads are sharded, where nothing travels round a ring.
+            kernel: name of the kernel for the ring.
+            rows_are_batch: see :func:`canonical_mask`.
+            held: the tensors carry stand-ins for streams of which the rank has no rows (``SequenceLayout.held``);
+                their outputs are zeros.
+        """
+        if held and (self._q_real is not None or self._kv_real is not None):
+            return self._run_real(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local, kernel, rows_are_batch)
+        context = self.context
+        if mask is not None:
+            if causal:
+                raise AttentionError("both a mask and causal=True; give one of the two (put causality into the mask)")
+            if mask.requires_grad:
+                raise AttentionError(
+                    "the attention mask requires a gradient, which meshcp does not compute; detach it (mask.detach())"
+                )
+            keys = self.kv.length if self.kv is not None else k_BGKD.shape[2]
+            mask = canonical_mask(
+                mask, q_BHSD.shape[0], self.heads, self.q.length, keys, rows_are_batch=rows_are_batch
+            )
+        if self.kv is None:
+            return self._over_replicated(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local)
+        if self._in is not None and self._out is not None:
+            if self.kv == self.q:
+                ((q, k, v),) = to_heads(self._in, [[q_BHSD, k_BGKD, v_BGKD]])
+            else:
+                (q,), (k, v) = to_heads(self._in, [[q_BHSD], [k_BGKD, v_BGKD]])
+            k, v = self._align_kv(k), self._align_kv(v)
+            if mask is not None:
+                mask = select_broadcast(mask, 1, (self._query_heads,))
+        else:
+            q, k, v = q_BHSD, k_BGKD, v_BGKD
+        if context.ring > 1:
+            if mask is not None:
+                mask = select_broadcast(mask, 2, self._q_rows)
+            out, _ = torch.ops.meshcp.attention(
+                q, k, v, mask, causal=causal, scale=scale, ring=context.ring_group,
+                q_rows=flatten_intervals(self._q_rows),
+                kv_rows=[bound for block in self._kv_blocks for bound in flatten_intervals(block)],
+                kv_counts=[len(block) for block in self._kv_blocks], kernel=kernel,
+            )  # fmt: skip
+        elif q.numel() and k.numel():
+            out = local(q, k, v, mask, causal, scale)
+        else:
+            out = _nothing(q, k, v)
+        if self._out is not None:
+            ((out,),) = to_sequence(self._out, [[out]])
+        return out
+
+    def _run_real(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+        local: LocalKernel,
+        kernel: str,
+        rows_are_batch: bool,
+    ) -> torch.Tensor:
+        rows = q.shape[2]
+        if self._q_real is not None:
+            q = select(q, 2, self._q_real)
+        if self._kv_real is not None:
+            k, v = select(k, 2, self._kv_real), select(v, 2, self._kv_real)
+        out = self.run(
+            q, k, v, mask, causal=causal, scale=scale, local=local, kernel=kernel, rows_are_batch=rows_are_batch
+        )
+        if self._q_real is None:
+            return out
+        parts, position, start = [], 0, 0
+        for low, high in self._q_real:
+            parts += [_zero_rows(out, low - position), out[:, :, start : start + high - low]]
+            position, start = high, start + high - low
+        return torch.cat([*parts, out[:, :, :0], _zero_rows(out, rows - position)], 2)
+
+    def _align_kv(self, x: torch.Tensor) -> torch.Tensor:
+        """One KV head a query head where the rank's query heads do not share its KV heads evenly."""
+        index, kv_heads = self._kv_index, x.shape[1]
+        heads = len(index)
+        if kv_heads == 0 or (heads % kv_heads == 0 and index == tuple(i * kv_heads // heads for i in range(heads))):
+            return x
+        return torch.cat([x[:, i : i + 1] for i in index], 1)
+
+    def _over_replicated(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+        local: LocalKernel,
+    ) -> torch.Tensor:
+        rows = self.q.rows(self.context.ring_rank, self.context.ulysses_rank)
+        if causal:
+            keys = torch.arange(k.shape[2], device=q.device)
+            mask, causal = (positions(rows, q.device)[:, None] >= keys)[None, None], False
+        elif mask is not None:
+            mask = select_broadcast(mask, 2, [row for row in rows if row[0] < row[1]])
+        if not (q.numel() and k.numel()):
+            return _nothing(q, k, v)
+        return local(q, k, v, mask, causal, scale)
+
+
+def _zero_rows(like_BHSD: torch.Tensor, rows: int) -> torch.Tensor:
+    batch, heads, _, width = like_BHSD.shape
+    return like_BHSD.new_zeros(batch, rows, heads, width).transpose(1, 2)
+
+
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output of an attention without rows, heads or keys: zeros, still part of the graph.
+
+    A rank without heads must take part in the all-to-all of the backward pass, so its output hangs on its inputs.
+    """
+    batch, heads, rows, _ = q.shape
+    out = q.new_zeros(batch, rows, heads, v.shape[-1]).transpose(1, 2)
+    return out + 0.0 * (q.sum() + k.sum() + v.sum())
+
+
+def check_rows(found: int, layout: SequenceLayout, context: ContextMesh, what: str) -> None:
+    """Raise unless a tensor has as many rows as the layout gives this rank."""
+    lengths = [total((row,)) for row in layout.held(context.ring_rank, context.ulysses_rank)]
+    if found != sum(lengths):
+        raise LayoutError(
+            f"{what} has {found} rows on ring rank {context.ring_rank}, ulysses rank {context.ulysses_rank}, but the "
+            f"layout gives it {' + '.join(map(str, lengths))} = {sum(lengths)} of {layout}. The streams that the plan "
+            "names for this attention are not the ones that the model concatenates here: correct the plan's streams, "
+            "or shard the missing input"
+        )
+
+
+__all__ = ["CallPlan", "LocalKernel", "check_rows", "sdpa"]

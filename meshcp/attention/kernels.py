@@ -1,0 +1,345 @@
+"""Local attention kernels that return (out, lse), and their backward, for one block of keys.
+
+Shapes: B batch, H heads, S query rows, K key rows, D head width. Every kernel here takes contiguous or strided
+``[B, H, S, D]`` tensors with the same number of heads; what it returns for rows that see no key is out = 0,
+lse = -inf, whatever the kernel itself says about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..errors import AttentionError
+from .masks import additive
+
+aten = torch.ops.aten
+
+
+class Gradients(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, float], tuple[torch.Tensor, torch.Tensor]
+]
+Backward = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor | None,
+        bool,
+        float,
+    ],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A local attention with its log-sum-exp.
+
+    Attributes:
+        name: the name by which users and plans ask for it: a Diffusers backend name.
+        forward: ``(q, k, v, additive mask or None, causal, scale) -> (out [B,H,S,D], lse [B,H,S])``.
+        backward: ``(grad, q, k, v, out, lse, additive mask or None, causal, scale) -> (dq, dk, dv)``, given out and
+            lse over ALL keys, so that the contribution of this block alone is exact.
+        devices: device types on which it runs; empty means all.
+        dtypes: dtypes that it takes; empty means all.
+        masks: whether it takes a mask.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    masks: bool = True
+
+    def misfit(self, device: str, dtype: torch.dtype, mask: bool) -> str | None:
+        """Why this kernel cannot run such a call, or None when it can."""
+        if self.devices and device not in self.devices:
+            return f"it runs on {' or '.join(self.devices)}, not on {device}"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
+        if mask and not self.masks:
+            return "it takes no attention mask"
+        return None
+
+
+def _math_scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = (q.to(dtype) @ k.to(dtype).mT) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+def _math_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _math_scores(q, k, mask, causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - finite_lse(lse)[..., None])
+    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+
+
+def _math_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights = torch.exp(_math_scores(q, k, mask, causal, scale) - lse[..., None])
+    grad, out = grad.to(weights.dtype), out.to(weights.dtype)
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_scores = weights * (grad @ v.to(weights.dtype).mT - delta) * scale
+    return grad_scores @ k.to(weights.dtype), grad_scores.mT @ q.to(weights.dtype), weights.mT @ grad
+
+
+def _cpu_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def _cpu_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _no_dropout_state(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # The CUDA kernels take the state of the dropout generator; with dropout 0 they never read it.
+    return torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+
+
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return result[0], result[1]
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seed, offset = _no_dropout_state(q)
+    queries, keys = q.shape[2], k.shape[2]
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, seed, offset, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _padded_bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    # The memory-efficient kernel wants a full bias whose rows start at 16-byte boundaries.
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    storage = mask.new_empty(*q.shape[:2], q.shape[2], -(-keys // 16) * 16)
+    bias = storage[..., :keys]
+    bias.copy_(mask.expand(*q.shape[:3], keys))
+    return bias
+
+
+def _efficient_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    bias = _padded_bias(mask, q, k)
+    result = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return result[0], result[1][..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    rows = -(-lse.shape[-1] // 32) * 32
+    padded = lse.new_full((*lse.shape[:2], rows), float("inf"))
+    padded[..., : lse.shape[-1]] = lse
+    bias = _padded_bias(mask, q, k)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cudnn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
+    lse = result[1]
+    return result[0], lse.squeeze(-1) if lse.ndim == 4 else lse
+
+
+def _cudnn_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seed, offset = _no_dropout_state(q)
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None], seed, offset, mask, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_CPU_FLASH = Kernel("cpu_flash", _cpu_forward, _cpu_backward, devices=("cpu",))
+_FLASH = Kernel("_native_flash", _flash_forward, _flash_backward, devices=("cuda",), dtypes=_HALF, masks=False)
+_EFFICIENT = Kernel(
+    "_native_efficient", _efficient_forward, _efficient_backward, devices=("cuda",), dtypes=(*_HALF, torch.float32)
+)
+_CUDNN = Kernel("_native_cudnn", _cudnn_forward, _cudnn_backward, devices=("cuda",), dtypes=_HALF)
+_MATH = Kernel("_native_math", _math_forward, _math_backward)
+
+KERNELS = {kernel.name: kernel for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT, _CUDNN, _MATH)}
+AUTOMATIC = ("", "native")
+WITH_LSE = ("native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math")
+
+
+def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool) -> Kernel:
+    """The kernel of this name, or the fastest that fits when the name leaves it open (``""`` or ``"native"``).
+
+    Raises:
+        AttentionError: a backend that gives no log-sum-exp, or one that cannot take this call.
+    """
+    if name in AUTOMATIC:
+        for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT):
+            if kernel.misfit(device, dtype, mask) is None:
+                return kernel
+        return _MATH
+    if name not in KERNELS:
+        raise AttentionError(
+            f"attention backend {name!r} gives no log-sum-exp that meshcp can merge, which ring > 1 needs; "
+            f"use one of {', '.join(WITH_LSE)} (model.set_attention_backend), or put all ranks on the ulysses axis, "
+            "where every backend works"
+        )
+    kernel = KERNELS[name]
+    if (reason := kernel.misfit(device, dtype, mask)) is not None:
+        raise AttentionError(
+            f"attention backend {name!r} cannot take this call: {reason}; set the backend 'native', which chooses one "
+            "that fits"
+        )
+    return kernel
+
+
+def finite_lse(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` with 0 in place of -inf: exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _group_heads(x_BHSD: torch.Tensor, heads: int) -> torch.Tensor:
+    """KV heads repeated to ``heads`` (a view where they already are as many)."""
+    return x_BHSD if x_BHSD.shape[1] == heads else x_BHSD.repeat_interleave(heads // x_BHSD.shape[1], 1)
+
+
+def block_forward(
+    kernel: Kernel,
+    q_BHSD: torch.Tensor,
+    k_BHKD: torch.Tensor,
+    v_BHKD: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over one block of keys, none of its sizes zero; ``mask`` boolean or additive, KV heads may be fewer."""
+    heads = q_BHSD.shape[1]
+    bias = None if mask is None else additive(mask, q_BHSD.dtype)
+    out, lse = kernel.forward(
+        q_BHSD, _group_heads(k_BHKD, heads), _group_heads(v_BHKD, heads), bias, causal, scale
+    )
+    if bias is not None:
+        # Kernels disagree on rows that see no key: CPU flash reports lse = 0, others NaN.
+        dead = (bias == float("-inf")).all(-1)
+        lse = lse.masked_fill(dead, float("-inf"))
+        out = out.masked_fill(dead[..., None], 0.0)
+    return out, lse
+
+
+def block_backward(
+    kernel: Kernel,
+    grad_BHSD: torch.Tensor,
+    q_BHSD: torch.Tensor,
+    k_BHKD: torch.Tensor,
+    v_BHKD: torch.Tensor,
+    out_BHSD: torch.Tensor,
+    lse_BHS: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Gradients:
+    """Gradients of one block of keys, given ``out`` and ``lse`` over all keys (lse finite: see ``finite_lse``)."""
+    heads, kv_heads = q_BHSD.shape[1], k_BHKD.shape[1]
+    bias = None if mask is None else additive(mask, q_BHSD.dtype)
+    dq, dk, dv = kernel.backward(
+        grad_BHSD,
+        q_BHSD,
+        _group_heads(k_BHKD, heads),
+        _group_heads(v_BHKD, heads),
+        out_BHSD,
+        lse_BHS,
+        bias,
+        causal,
+        scale,
+    )
+    if kv_heads != heads:
+        dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
+    return Gradients(dq, dk, dv)
+
+

@@ -1,0 +1,290 @@
+"""Ulysses: the all-to-all over the ulysses axis that turns a sequence shard into a head shard, and back.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses". Shapes: B batch, H heads, S rows, D width; a *bundle* is several tensors
+whose rows travel together (q, k, v of self-attention), a *row* of a bundle is one token of all of them.
+
+::
+
+    sequence shard, this rank's tokens          head shard, all tokens of the ring block in canonical order
+        t0 [h0 h1 h2 h3]      one all-to-all        t0 [h0 h1]
+        i0 [h0 h1 h2 h3]      ---------------->     t1 [h0 h1]
+                                                    i0 [h0 h1]
+                                                    i1 [h0 h1]
+
+On the wire: for each destination, bundle after bundle, row after row, ``[B, heads of the destination, D]``. Sizes are
+exact; every rank knows them from the layouts. The two directions are each other's transposes as linear maps, so each
+is the other's gradient, also where several ranks hold the same KV head: going back, their rows are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..collectives import all_to_all
+from ..placements import Interval, SequenceLayout, merge_intervals, total
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors that share a sequence layout, and the heads of each that each ulysses rank computes with.
+
+    Attributes:
+        layout: where their rows lie.
+        heads: for each tensor, for each ulysses rank: its heads.
+        counts: for each tensor, how many heads it has in all.
+    """
+
+    layout: SequenceLayout
+    heads: tuple[tuple[Interval, ...], ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Where the tensors of a bundle lie in a row: ``[B, columns]`` for one destination."""
+
+    starts: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    width: int
+
+
+class Exchange:
+    """The plan of one all-to-all, the same for both directions: every split and offset, as plain integers."""
+
+    def __init__(
+        self, bundles: Sequence[Bundle], group: str, ring_rank: int, ulysses_rank: int
+    ) -> None:
+        self.bundles, self.group, self.rank = tuple(bundles), group, ulysses_rank
+        self.degree = bundles[0].layout.ulysses
+        self._rows = [
+            [sum(bundle.layout.local_lengths(ring_rank, rank)) for rank in range(self.degree)] for bundle in bundles
+        ]
+        self._segments = [bundle.layout.segments(ring_rank) for bundle in bundles]
+        self._block = [total(bundle.layout.block(ring_rank)) for bundle in bundles]
+
+    # -- the two sides of the wire -------------------------------------------------------------------------------------
+    # While the sequence is sharded, a region of the wire belongs to one peer: this rank's rows of the peer's heads.
+    # While the heads are, it holds the peer's rows of this rank's heads.
+
+    def _columns(self, bundle: int, rank: int, widths: Sequence[int]) -> _Columns:
+        starts, shapes, width = [], [], 0
+        for heads, size in zip(self.bundles[bundle].heads, widths, strict=True):
+            count = total((heads[rank],))
+            starts.append(width)
+            shapes.append((count, size))
+            width += count * size
+        return _Columns(tuple(starts), tuple(shapes), width)
+
+    def _geometry(self, batch: int, widths: Sequence[Sequence[int]]) -> _Geometry:
+        columns = [
+            [self._columns(b, rank, widths[b]) for rank in range(self.degree)] for b in range(len(self.bundles))
+        ]
+        by_heads = [
+            [rows[self.rank] * batch * columns[b][rank].width for b, rows in enumerate(self._rows)]
+            for rank in range(self.degree)
+        ]
+        by_rows = [
+            [rows[rank] * batch * columns[b][self.rank].width for b, rows in enumerate(self._rows)]
+            for rank in range(self.degree)
+        ]
+        return _Geometry(batch, columns, by_heads, by_rows)
+
+    def _regions(self, flat: torch.Tensor, geometry: _Geometry) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The regions of the heads side: (bundle, first rank, ``[ranks, rows, B, columns]`` of the wire).
+
+        Ranks whose regions are alike, and whose heads follow each other, are taken together, so that an even exchange
+        is one copy a tensor.
+        """
+        sizes = [sum(parts) for parts in geometry.by_heads]
+        bases = [sum(sizes[:rank]) for rank in range(self.degree)]
+        for b, bundle in enumerate(self.bundles):
+            rank = 0
+            while rank < self.degree:
+                last = rank + 1
+                while last < self.degree and sizes[last] == sizes[rank] and _follows(bundle.heads, rank, last):
+                    last += 1
+                inner, size = sum(geometry.by_heads[rank][:b]), geometry.by_heads[rank][b]
+                if size:
+                    many, width = last - rank, geometry.columns[b][rank].width
+                    region = flat.narrow(0, bases[rank], many * sizes[rank]).view(many, sizes[rank])
+                    yield (
+                        b,
+                        rank,
+                        region[:, inner : inner + size].unflatten(1, (self._rows[b][self.rank], geometry.batch, width)),
+                    )
+                rank = last
+
+    def _pairs(
+        self, wire: torch.Tensor, b: int, rank: int, column: _Columns, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor's part of a region and what it corresponds to in the tensor, both ``[ranks, S, B, heads, D]``."""
+        many = wire.shape[0]
+        for tensor, heads, start, (count, width) in zip(
+            tensors, self.bundles[b].heads, column.starts, column.shapes, strict=True
+        ):
+            if count:
+                first = heads[rank][0]
+                part = tensor[:, first : first + many * count].unflatten(1, (many, count)).permute(1, 3, 0, 2, 4)
+                yield wire[..., start : start + count * width].unflatten(-1, (count, width)), part
+
+    def to_heads(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """``[B, H, S local, D]`` -> ``[B, H of this rank, S of the ring block, D]``, bundle by bundle."""
+        batch, widths, like = _describe(tensors)
+        geometry = self._geometry(batch, widths)
+        send_sizes = [sum(parts) for parts in geometry.by_heads]
+        send = like.new_empty(sum(send_sizes))
+        for b, rank, wire in self._regions(send, geometry):
+            for there, here in self._pairs(wire, b, rank, geometry.columns[b][rank], tensors[b]):
+                there.copy_(here)
+        received = all_to_all(send, [sum(parts) for parts in geometry.by_rows], send_sizes, self.group)
+        return [self._canonical(received, geometry, b) for b in range(len(tensors))]
+
+    def _canonical(self, received: torch.Tensor, geometry: _Geometry, b: int) -> list[torch.Tensor]:
+        """The rows of one bundle in canonical order; runs that lie together already are not copied."""
+        column = geometry.columns[b][self.rank]
+        row = geometry.batch * column.width
+        begins, position = [], 0
+        for parts in geometry.by_rows:
+            begins.append(position + sum(parts[:b]))
+            position += sum(parts)
+        pieces = merge_intervals(
+            (begins[segment.rank] + segment.local * row, begins[segment.rank] + (segment.local + segment.length) * row)
+            for segment in self._segments[b]
+        )
+        if len(pieces) == 1:
+            flat = received[pieces[0][0] : pieces[0][1]]
+        else:
+            flat = torch.cat([received[start:stop] for start, stop in pieces]) if pieces else received[:0]
+        rows = flat.view(self._block[b], geometry.batch, column.width)
+        return [
+            rows[..., start : start + count * width].unflatten(-1, (count, width)).permute(1, 2, 0, 3)
+            for start, (count, width) in zip(column.starts, column.shapes, strict=True)
+        ]
+
+    def to_sequence(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The way back: ``[B, H of this rank, S of the ring block, D]`` -> ``[B, H, S local, D]``."""
+        batch, widths, like = _describe(tensors)
+        geometry = self._geometry(batch, widths)
+        pieces: list[list[torch.Tensor]] = [[] for _ in range(self.degree)]
+        for b, bundle in enumerate(tensors):
+            rows = _rows_of(bundle, batch, self._block[b], geometry.columns[b][self.rank])
+            for segment in sorted(self._segments[b]):
+                pieces[segment.rank].append(rows[segment.block : segment.block + segment.length].reshape(-1))
+        flat = [piece for rank in pieces for piece in rank]
+        send = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else like.new_empty(0)
+        receive_sizes = [sum(parts) for parts in geometry.by_heads]
+        received = all_to_all(send.contiguous(), receive_sizes, [sum(parts) for parts in geometry.by_rows], self.group)
+        results = [
+            [
+                _output(like, batch, count, rows[self.rank], width, heads)
+                for count, width, heads in zip(bundle.counts, widths[b], bundle.heads, strict=True)
+            ]
+            for b, (bundle, rows) in enumerate(zip(self.bundles, self._rows, strict=True))
+        ]
+        for b, rank, wire in self._regions(received, geometry):
+            for (there, here), heads in zip(
+                self._pairs(wire, b, rank, geometry.columns[b][rank], results[b]), self.bundles[b].heads, strict=False
+            ):
+                if _overlap(heads):
+                    here.add_(there)
+                else:
+                    here.copy_(there)
+        return results
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """Sizes of one call, in elements: ``by_heads[rank][bundle]``, ``by_rows[rank][bundle]``."""
+
+    batch: int
+    columns: list[list[_Columns]]
+    by_heads: list[list[int]]
+    by_rows: list[list[int]]
+
+
+def _follows(heads: Sequence[Sequence[Interval]], first: int, rank: int) -> bool:
+    """Whether ``rank`` has as many heads of every tensor as ``first``, and they begin where its predecessor's end."""
+    return all(
+        total((tensor[rank],)) == total((tensor[first],)) and tensor[rank][0] == tensor[rank - 1][1] for tensor in heads
+    )
+
+
+def _overlap(heads: Sequence[Interval]) -> bool:
+    """Whether some head is held by several ranks."""
+    return any(after[0] < before[1] for before, after in zip(heads, heads[1:], strict=False))
+
+
+def _output(
+    like: torch.Tensor, batch: int, heads: int, rows: int, width: int, ranks: Sequence[Interval]
+) -> torch.Tensor:
+    make = like.new_zeros if _overlap(ranks) or total(ranks) < heads else like.new_empty
+    return make(batch, rows, heads, width).transpose(1, 2)
+
+
+def _describe(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, list[list[int]], torch.Tensor]:
+    like = tensors[0][0]
+    return like.shape[0], [[tensor.shape[-1] for tensor in bundle] for bundle in tensors], like
+
+
+def _rows_of(bundle: Sequence[torch.Tensor], batch: int, rows: int, column: _Columns) -> torch.Tensor:
+    """The tensors of a bundle as rows ``[S, B, columns]``; a view for a single tensor in ``[S, B, H, D]`` memory."""
+    flat = [
+        tensor.permute(2, 0, 1, 3).reshape(rows, batch, count * width)
+        for tensor, (count, width) in zip(bundle, column.shapes, strict=True)
+    ]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, sizes: tuple[int, ...], *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.sizes = exchange, sizes
+        return tuple(x for bundle in exchange.to_heads(_bundled(flat, sizes)) for x in bundle)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.exchange.to_sequence(_bundled(grads, ctx.sizes))
+        return None, None, *(x for bundle in back for x in bundle)
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, sizes: tuple[int, ...], *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.sizes = exchange, sizes
+        return tuple(x for bundle in exchange.to_sequence(_bundled(flat, sizes)) for x in bundle)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.exchange.to_heads(_bundled(grads, ctx.sizes))
+        return None, None, *(x for bundle in back for x in bundle)
+
+
+def _bundled(flat: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+    bundles, start = [], 0
+    for size in sizes:
+        bundles.append(list(flat[start : start + size]))
+        start += size
+    return bundles
+
+
+def _apply(function: Any, plain: Any, exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for bundle in tensors for x in bundle):
+        sizes = tuple(len(bundle) for bundle in tensors)
+        return _bundled(function.apply(exchange, sizes, *(x for bundle in tensors for x in bundle)), sizes)
+    return plain(tensors)
+
+
+def to_heads(exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Sequence shard to head shard, one collective, differentiable: see :meth:`Exchange.to_heads`."""
+    result: list[list[torch.Tensor]] = _apply(_ToHeads, exchange.to_heads, exchange, tensors)
+    return result
+
+
+def to_sequence(exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Head shard to sequence shard, one collective, differentiable: see :meth:`Exchange.to_sequence`."""
+    result: list[list[torch.Tensor]] = _apply(_ToSequence, exchange.to_sequence, exchange, tensors)
+    return result

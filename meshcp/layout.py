@@ -1,0 +1,194 @@
+"""What a parallel model knows during a forward pass: the lengths of its streams, and all that follows from them.
+
+This is the one place that knows lengths. Inputs tell them when they are sharded; attention and outputs ask for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .collectives import all_gather
+from .errors import InputError, LayoutError
+from .mesh import ContextMesh
+from .placements import SequenceLayout, StreamDim, select, sequence_placements, shard_sizes, total
+
+
+class StreamLengths:
+    """The global length of every stream of the forward pass that runs now, and sharding and gathering by it."""
+
+    def __init__(self, context: ContextMesh) -> None:
+        self.context = context
+        self.known: dict[str, int] = {}
+        self._told_by: dict[str, str] = {}
+        self._shards: dict[tuple[int, StreamDim], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """Forget the lengths of the forward pass before."""
+        self.known.clear()
+        self._told_by.clear()
+        self._shards.clear()
+
+    def end(self) -> None:
+        """Let go of the tensors of this forward pass; the lengths stay for whoever asks after it."""
+        self._shards.clear()
+
+    def tell(self, stream: str, length: int, who: str) -> None:
+        """Learn the length of a stream.
+
+        Raises:
+            LayoutError: another tensor of the same stream had another length.
+        """
+        known = self.known.get(stream)
+        if known is None:
+            self.known[stream] = length
+            self._told_by[stream] = who
+        elif known != length:
+            raise LayoutError(
+                f"stream {stream!r}: {who} has length {length}, but {self._told_by[stream]} has {known}; tensors of one "
+                "stream must be equally long. Pass inputs that belong together, or give the plan another stream name"
+            )
+
+    def layout(self, streams: Sequence[str], who: str) -> SequenceLayout:
+        """The layout of a concatenation of streams.
+
+        Raises:
+            LayoutError: a stream that no input has told the length of.
+        """
+        missing = [stream for stream in streams if stream not in self.known]
+        if missing:
+            raise LayoutError(
+                f"{who} needs the length of stream {', '.join(map(repr, missing))}, which no input told; known: "
+                f"{self.known or 'none'}. Shard an input of that stream first: ShardInputs(name=seq(dim, {missing[0]!r}))"
+            )
+        return SequenceLayout(tuple(self.known[stream] for stream in streams), self.context.ring, self.context.ulysses)
+
+    def shard(self, x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
+        """This rank's part of a tensor that every rank holds whole: a view for a single stream."""
+        if isinstance(x, DTensor):
+            return self._from_dtensor(x, where, who)
+        dim = self._check(x, where, who)
+        if dim is None:
+            return x
+        compiling = torch.compiler.is_compiling()
+        key = (id(x), where)
+        if not compiling and key in self._shards:
+            return self._shards[key][1]
+        self._learn(x.shape[dim], where, who)
+        layout = self.layout(where.streams, who)
+        rows = [row for row in layout.held(self.context.ring_rank, self.context.ulysses_rank) if row[0] < row[1]]
+        parts = [x.narrow(dim, start, stop - start) for start, stop in rows] or [x.narrow(dim, 0, 0)]
+        shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        if not compiling:
+            # Keeping x itself keeps its id from being used again.
+            self._shards[key] = (x, shard)
+        return shard
+
+    def gather(self, x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
+        """The whole tensor, on every rank, from every rank's part. Gradients are summed over ranks."""
+        dim = self._check(x, where, who)
+        if dim is None:
+            return x
+        x = self.trim(x, where, who)
+        layout = self.layout(where.streams, who)
+        lengths = layout.local_lengths(self.context.ring_rank, self.context.ulysses_rank)
+        parts = x.split(list(lengths), dim) if len(lengths) > 1 else (x,)
+        whole = [
+            self._gather_stream(part, dim, self.known[name]) for part, name in zip(parts, where.streams, strict=True)
+        ]
+        return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
+
+    def trim(self, x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
+        """This rank's own rows, without the stand-ins for streams of which it has none."""
+        dim = self._check(x, where, who)
+        if dim is None:
+            return x
+        layout, context = self.layout(where.streams, who), self.context
+        held = layout.held(context.ring_rank, context.ulysses_rank)
+        real = layout.real(context.ring_rank, context.ulysses_rank)
+        if real is not None and x.shape[dim] == total(real):
+            return x
+        if x.shape[dim] != total(held):
+            lengths = " + ".join(str(total((row,))) for row in held)
+            raise LayoutError(
+                f"{who} has {x.shape[dim]} rows along dim {dim} on ring rank {context.ring_rank}, ulysses rank "
+                f"{context.ulysses_rank}, but the layout gives it {lengths} of {layout}. Name the streams that this "
+                "tensor holds there, in order"
+            )
+        return x if real is None else select(x, dim, real)
+
+    def _gather_stream(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        context = self.context
+        blocks = shard_sizes(length, context.ring)
+        if context.ulysses > 1:
+            sizes = shard_sizes(blocks[context.ring_rank], context.ulysses)
+            x = all_gather(x, dim, sizes, context.ulysses_rank, context.ulysses_group)
+        if context.ring > 1:
+            x = all_gather(x, dim, blocks, context.ring_rank, context.ring_group)
+        return x
+
+    def _from_dtensor(self, x: DTensor, where: StreamDim, who: str) -> torch.Tensor:
+        if len(where.streams) != 1:
+            raise InputError(f"{who} is a DTensor over several streams {where.streams}; pass a plain tensor")
+        dim = self._check(x, where, who)
+        if dim is None:
+            return x.full_tensor()
+        self._learn(x.shape[dim], where, who)
+        placements = list(x.placements)
+        for axis, placement in enumerate(sequence_placements(x.device_mesh, dim)):
+            if placement.is_shard():
+                placements[axis] = placement
+        names = x.device_mesh.mesh_dim_names or ()
+        active = [name for name, (degree, _) in zip(("ring", "ulysses"), self.context.axes, strict=True) if degree > 1]
+        if [name for name in names if name in active] != active:
+            raise InputError(
+                f"{who} is a DTensor on mesh axes {names}; needed: a mesh with {active} in this order "
+                "(meshcp.init_mesh makes one), or a plain tensor"
+            )
+        local = x.redistribute(x.device_mesh, placements).to_local()
+        if local.shape[dim] or not x.shape[dim]:
+            return local
+        return local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))
+
+    def _check(self, x: torch.Tensor, where: StreamDim, who: str) -> int | None:
+        """The dimension to cut, or None where the plan says that a tensor of this rank stays whole."""
+        if where.when_ndim is not None and x.ndim != where.when_ndim:
+            return None
+        if not -x.ndim <= where.dim < x.ndim or (where.ndim is not None and x.ndim != where.ndim):
+            need = f"{where.ndim} dimensions" if where.ndim is not None else f"a dimension {where.dim}"
+            raise InputError(
+                f"{who} has shape {tuple(x.shape)}; the plan needs {need} ({where!r}). Pass a tensor of that rank, or "
+                "correct the plan"
+            )
+        return where.dim % x.ndim
+
+    def _learn(self, length: int, where: StreamDim, who: str) -> None:
+        length = int(length)
+        if len(where.streams) == 1:
+            self.tell(where.streams[0], length, who)
+            return
+        unknown = [stream for stream in where.streams if stream not in self.known]
+        rest = sum(self.known[stream] for stream in where.streams if stream in self.known)
+        if len(unknown) == 1 and length >= rest:
+            self.tell(unknown[0], length - rest, who)
+        elif not unknown and rest != length:
+            parts = " + ".join(f"{stream} {self.known[stream]}" for stream in where.streams)
+            raise LayoutError(f"{who} has length {length}, but its streams are {parts} = {rest}")
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor, str], Any], path: str) -> Any:
+    """Apply ``function(tensor, path)`` to every tensor in nested tuples, lists and dicts; all else stays."""
+    if isinstance(value, torch.Tensor):
+        return function(value, path)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(x, function, f"{path}.{n}") for n, x in zip(value._fields, value, strict=True)))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(x, function, f"{path}[{i}]") for i, x in enumerate(value))
+    if type(value) is dict:
+        return {key: map_tensors(x, function, f"{path}[{key!r}]") for key, x in value.items()}
+    return value
+
+

@@ -1,0 +1,38 @@
+"""One dimension cut over one mesh axis or over two: DTensor's own ``Shard``, in integers."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .intervals import Interval
+
+
+def shard_interval(length: int, degree: int, rank: int) -> Interval:
+    """The part of ``range(length)`` that ``rank`` of ``degree`` holds, as ``torch.chunk`` cuts it.
+
+    ::
+
+        length 10, degree 4        rank 0      rank 1      rank 2    rank 3
+        chunk = ceil(10/4) = 3   [0 1 2]     [3 4 5]     [6 7 8]    [9]
+        length 3, degree 4       [0]         [1]         [2]        []
+
+    The last shards may be shorter or empty, exactly as in ``torch.distributed.tensor.Shard``; none is larger than
+    ``ceil(length / degree)``.
+    """
+    chunk = -(-length // degree)
+    return min(length, rank * chunk), min(length, (rank + 1) * chunk)
+
+
+def shard_sizes(length: int, degree: int) -> tuple[int, ...]:
+    """The length of each rank's shard, in rank order. See :func:`shard_interval`."""
+    return tuple(stop - start for start, stop in (shard_interval(length, degree, rank) for rank in range(degree)))
+
+
+def sequence_placements(mesh: DeviceMesh, dim: int) -> tuple[Placement, ...]:
+    """DTensor placements that shard tensor dimension ``dim`` over the ring and ulysses axes of ``mesh``.
+
+    Every other axis of the mesh (``dp``, ``tp`` ...) is ``Replicate()``.
+    """
+    names = mesh.mesh_dim_names or ()
+    return tuple(Shard(dim) if name in ("ring", "ulysses") else Replicate() for name in names)

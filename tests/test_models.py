@@ -1,0 +1,37 @@
+"""Every model, in every mode, against itself on one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshcp.models import PLANS
+from tests import model_cases
+from tests.harness import Pool
+from tests.model_cases import MESHES, Row
+
+ROWS = model_cases.rows()
+
+
+@pytest.mark.parametrize("world", sorted(MESHES))
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_parallel_model_is_the_single_process_model(pool: Pool, row: Row, world: int) -> None:
+    for rank, wrong in enumerate(pool.run(world, model_cases.compare, row, MESHES[world])):
+        assert not wrong, f"rank {rank}: " + "; ".join(wrong)
+
+
+def _entries() -> list[tuple[Row, str]]:
+    """For each class the first of its rows, with every entry of its plan."""
+    first: dict[str, Row] = {}
+    for row in ROWS:
+        first.setdefault(row.model, row)
+    return [(row, path) for row in first.values() for path, _ in (row.plan or PLANS[row.model]).entries]
+
+
+@pytest.mark.parametrize(("row", "path"), _entries(), ids=lambda value: str(value) or "model")
+def test_a_plan_that_lacks_an_entry_is_refused_or_harmless(pool: Pool, row: Row, path: str) -> None:
+    said = pool.run(2, model_cases.without_entry, row, path)
+    assert all(what.startswith("refused") or what == "harmless" for what in said), said
+
+
+def test_every_plan_has_rows() -> None:
+    assert {name for name in PLANS} == {row.model for row in ROWS}
