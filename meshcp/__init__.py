@@ -6,7 +6,7 @@ from .attention import attention
 from .errors import AttentionError, InputError, LayoutError, MeshcpError, MeshError, PlanError
 from .mesh import init_mesh
 from .parallelize import Handle, parallelize
-from .placements import SequenceLayout, seq
+from .placements import SequenceLayout, count, seq
 from .plan import Plan
 from .styles import ContextParallelAttention, GatherOutputs, LocalAttention, ShardInputs, ShardOutputs
 
@@ -28,6 +28,7 @@ __all__ = [
     "ShardInputs",
     "ShardOutputs",
     "attention",
+    "count",
     "init_mesh",
     "parallelize",
     "seq",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .collectives import all_gather
 from .errors import InputError, LayoutError
 from .mesh import ContextMesh
-from .placements import SequenceLayout, StreamDim, select, sequence_placements, shard_sizes, total
+from .placements import SequenceLayout, StreamCount, StreamDim, select, sequence_placements, shard_sizes, total
 
 
 class StreamLengths:
@@ -86,6 +86,17 @@ class StreamLengths:
             # Keeping x itself keeps its id from being used again.
             self._shards[key] = (x, shard)
         return shard
+
+    def count(self, value: Any, where: StreamCount, who: str) -> int:
+        """How many rows of the streams this rank holds, for an argument that says how many there are in all.
+
+        Raises:
+            LayoutError: the argument is not the length of the streams.
+        """
+        layout = self.layout(where.streams, who)
+        if isinstance(value, bool) or not isinstance(value, int) or value != layout.length:
+            raise LayoutError(f"{who} is {value!r}; the plan takes it for the length of {where.streams}, {layout.length}")
+        return total(layout.held(self.context.ring_rank, self.context.ulysses_rank))
 
     def gather(self, x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
         """The whole tensor, on every rank, from every rank's part. Gradients are summed over ranks."""

@@ -26,7 +26,7 @@ from .attention.kernels import AUTOMATIC, choose_kernel
 from .errors import AttentionError, InputError, PlanError
 from .layout import StreamLengths, map_tensors
 from .mesh import ContextMesh
-from .placements import StreamDim
+from .placements import StreamCount, StreamDim
 
 Undo = Callable[[], None]
 
@@ -82,14 +82,14 @@ class ShardInputs(MeshcpStyle):
 
     ``ShardInputs(hidden_states=seq(1, "image"), controlnet_block_samples=seq(1, "image", optional=True))``: the names
     are those of the arguments of ``forward``, passed by position or by name. An argument that is a tuple, list or dict
-    of tensors has each of them cut alike. No communication: every rank holds the whole input.
+    of tensors has each of them cut alike; one that counts tokens is declared as ``count("text")``. No communication: every rank holds the whole input.
     """
 
-    inputs: tuple[tuple[str, StreamDim], ...]
+    inputs: tuple[tuple[str, StreamDim | StreamCount], ...]
 
-    def __init__(self, **inputs: StreamDim) -> None:
+    def __init__(self, **inputs: StreamDim | StreamCount) -> None:
         for name, where in inputs.items():
-            if not isinstance(where, StreamDim):
+            if not isinstance(where, StreamDim | StreamCount):
                 raise PlanError(f'ShardInputs({name}={where!r}): needed: seq(dim, "stream"), such as seq(1, "image")')
         object.__setattr__(self, "inputs", tuple(inputs.items()))
 
@@ -114,7 +114,7 @@ class ShardInputs(MeshcpStyle):
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         names = _parameters(module)
         # One-stream inputs tell lengths that inputs of several streams are cut by.
-        order = sorted(self.inputs, key=lambda item: len(item[1].streams) > 1)
+        order = sorted(self.inputs, key=lambda item: (isinstance(item[1], StreamCount), len(item[1].streams) > 1))
         places = [(name, names.index(name), where) for name, where in order]
         lengths = runtime.lengths
 
@@ -135,7 +135,10 @@ class ShardInputs(MeshcpStyle):
                         "pass it, or mark it optional=True in the plan if the model runs without it"
                     )
                 who = f"input {name!r} of {_named(path)}"
-                value = map_tensors(value, lambda x, at, where=where: lengths.shard(x, where, at), who)
+                if isinstance(where, StreamCount):
+                    value = lengths.count(value, where, who)
+                else:
+                    value = map_tensors(value, lambda x, at, where=where: lengths.shard(x, where, at), who)
                 if name in new_kwargs:
                     new_kwargs[name] = value
                 else:

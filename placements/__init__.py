@@ -13,14 +13,16 @@ from .heads import HeadLayout
 from .intervals import Interval, merge_intervals, select, total
 from .sequence import Segment, SequenceLayout
 from .shard import sequence_placements, shard_interval, shard_sizes
-from .stream import StreamDim, seq
+from .stream import StreamCount, StreamDim, count, seq
 
 __all__ = [
     "HeadLayout",
     "Interval",
     "Segment",
     "SequenceLayout",
+    "StreamCount",
     "StreamDim",
+    "count",
     "merge_intervals",
     "select",
     "seq",

@@ -46,3 +46,25 @@ def seq(
     if not streams:
         raise ValueError('seq needs at least one stream name, as in seq(1, "image")')
     return StreamDim(dim, streams, optional, ndim, when_ndim)
+
+
+@dataclass(frozen=True)
+class StreamCount:
+    """An integer argument that counts the tokens of streams. Made by :func:`count`."""
+
+    streams: tuple[str, ...]
+    optional: bool = False
+
+    def __repr__(self) -> str:
+        return f"count({', '.join([*map(repr, self.streams)] + ['optional=True'] * self.optional)})"
+
+
+def count(*streams: str, optional: bool = False) -> StreamCount:
+    """An integer argument by which a module splits what it holds: it gets the rank's own number of rows.
+
+    ``ShardInputs(text_seq_len=count("text"))``: a block that is told the text length of the whole sequence would cut
+    its local tensor in the wrong place.
+    """
+    if not streams:
+        raise ValueError('count needs at least one stream name, as in count("text")')
+    return StreamCount(streams, optional)
