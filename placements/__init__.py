@@ -12,8 +12,8 @@ if __name__ != "meshcp.placements":
 from .heads import HeadLayout
 from .intervals import Interval, merge_intervals, select, total
 from .sequence import Segment, SequenceLayout
-from .shard import sequence_placements, shard_interval, shard_sizes
-from .stream import StreamCount, StreamDim, count, seq
+from .shard import local_interval, sequence_placements, shard_interval, shard_sizes
+from .stream import StreamCount, StreamDim, StreamParts, count, parts, seq
 
 __all__ = [
     "HeadLayout",
@@ -22,8 +22,11 @@ __all__ = [
     "SequenceLayout",
     "StreamCount",
     "StreamDim",
+    "StreamParts",
     "count",
+    "local_interval",
     "merge_intervals",
+    "parts",
     "select",
     "seq",
     "sequence_placements",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..errors import LayoutError
 from .intervals import Interval
 
 
@@ -36,3 +37,29 @@ def sequence_placements(mesh: DeviceMesh, dim: int) -> tuple[Placement, ...]:
     """
     names = mesh.mesh_dim_names or ()
     return tuple(Shard(dim) if name in ("ring", "ulysses") else Replicate() for name in names)
+
+
+def local_interval(x: DTensor, dim: int) -> Interval:
+    """Where this rank's shard of ``x`` lies along ``dim`` of the global tensor.
+
+    Several mesh axes may cut the same dim, also FSDP after tensor parallel (``_StridedShard``, which is the outer axis
+    of the mesh but the inner cut)::
+
+        length 5, placements (Shard(0), Shard(0)), mesh 2 x 2        [0 1] [2]   [3] [4]
+        length 5, FSDP over 2 of a tensor-parallel cut over 2        [0 1] [3]   [2] [4]
+    """
+    coordinate = x.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutError(f"this rank is not in the mesh {x.device_mesh} of the tensor; ask on ranks of the mesh only")
+    outer: list[int] = []
+    inner: list[int] = []
+    for axis, placement in enumerate(x.placements):
+        if placement.is_partial():
+            raise LayoutError(f"the tensor is {placement} on a mesh axis, a sum still to be made: redistribute it")
+        if getattr(placement, "dim", None) == dim:
+            (inner if hasattr(placement, "split_factor") else outer).append(axis)
+    start, stop = 0, x.shape[dim]
+    for axis in outer + inner[::-1]:
+        low, high = shard_interval(stop - start, x.device_mesh.size(axis), coordinate[axis])
+        start, stop = start + low, start + high
+    return start, stop

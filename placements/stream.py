@@ -14,24 +14,40 @@ class StreamDim:
         streams: names of the streams, in the order in which the model concatenates them.
         optional: the tensor may be None or not passed at all.
         ndim: the rank that the tensor must have, if the plan wants to check it.
-        when_ndim: the tensor is sharded only when it has this rank; with another it is the same for all tokens and
-            stays whole (a timestep that may be one a sample or one a token).
+        when_ndim: the tensor is sharded only when it has this rank, or one of these; with another, or with length 1,
+            it is the same for all tokens and stays whole (a timestep that may be one a sample or one a token).
+        folded: the dimension is several sequences end to end (``[B * image]``, the batch folded into it), each of
+            which is cut. Another input must tell the length of the streams. For inputs only.
+        local: those of the streams of which the tensor holds only this rank's rows already. For inputs only.
+        whole: those of the streams that every rank keeps whole: they are neither cut nor gathered.
     """
 
     dim: int
     streams: tuple[str, ...]
     optional: bool = False
     ndim: int | None = None
-    when_ndim: int | None = None
+    when_ndim: int | tuple[int, ...] | None = None
+    folded: bool = False
+    local: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         parts = [str(self.dim), *(repr(stream) for stream in self.streams)]
         parts += [f"{name}={value}" for name, value in (("ndim", self.ndim), ("when_ndim", self.when_ndim)) if value]
+        parts += ["folded=True"] * self.folded
+        parts += [f"{name}={value}" for name, value in (("local", self.local), ("whole", self.whole)) if value]
         return f"seq({', '.join(parts + ['optional=True'] * self.optional)})"
 
 
 def seq(
-    dim: int, *streams: str, optional: bool = False, ndim: int | None = None, when_ndim: int | None = None
+    dim: int,
+    *streams: str,
+    optional: bool = False,
+    ndim: int | None = None,
+    when_ndim: int | tuple[int, ...] | None = None,
+    folded: bool = False,
+    local: tuple[str, ...] = (),
+    whole: tuple[str, ...] = (),
 ) -> StreamDim:
     """Dimension ``dim`` is the stream ``streams[0]``, or the concatenation of several.
 
@@ -40,26 +56,39 @@ def seq(
         seq(1, "image")              hidden_states   [B, image, C]
         seq(-2, "text")              txt_ids         [text, 3] or [B, text, 3]
         seq(0, "text", "image")      rope            [text + image, D]
+        seq(1, "image", "text", local=("text",))     [B, image + this rank's text, C]
 
     See :class:`StreamDim` for the options.
     """
     if not streams:
         raise ValueError('seq needs at least one stream name, as in seq(1, "image")')
-    return StreamDim(dim, streams, optional, ndim, when_ndim)
+    unknown = ({*local} | {*whole}) - {*streams}
+    if unknown or {*local} & {*whole}:
+        raise ValueError(f"local={local} and whole={whole}: needed: different ones of the streams {streams}")
+    return StreamDim(dim, streams, optional, ndim, when_ndim, folded, local, whole)
 
 
 @dataclass(frozen=True)
 class StreamCount:
-    """An integer argument that counts the tokens of streams. Made by :func:`count`."""
+    """An integer argument that counts the tokens of streams. Made by :func:`count`.
+
+    Attributes:
+        streams: names of the streams.
+        optional: the argument may be None or not passed at all.
+        leading: it counts the first tokens of the stream, such as those of a frame that is given, not all of them: a
+            rank gets how many of those it holds.
+    """
 
     streams: tuple[str, ...]
     optional: bool = False
+    leading: bool = False
 
     def __repr__(self) -> str:
-        return f"count({', '.join([*map(repr, self.streams)] + ['optional=True'] * self.optional)})"
+        parts = [*map(repr, self.streams)] + ["optional=True"] * self.optional + ["leading=True"] * self.leading
+        return f"count({', '.join(parts)})"
 
 
-def count(*streams: str, optional: bool = False) -> StreamCount:
+def count(*streams: str, optional: bool = False, leading: bool = False) -> StreamCount:
     """An integer argument by which a module splits what it holds: it gets the rank's own number of rows.
 
     ``ShardInputs(text_seq_len=count("text"))``: a block that is told the text length of the whole sequence would cut
@@ -67,4 +96,33 @@ def count(*streams: str, optional: bool = False) -> StreamCount:
     """
     if not streams:
         raise ValueError('count needs at least one stream name, as in count("text")')
-    return StreamCount(streams, optional)
+    if leading and len(streams) > 1:
+        raise ValueError(f"leading=True counts tokens of one stream, found {streams}")
+    return StreamCount(streams, optional, leading)
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    """A tuple or list argument whose parts are cut differently. Made by :func:`parts`."""
+
+    parts: tuple[StreamDim | None, ...]
+    optional: bool = False
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams of all parts, in the order in which the parts name them."""
+        return tuple(dict.fromkeys(name for part in self.parts if part is not None for name in part.streams))
+
+    def __repr__(self) -> str:
+        return f"parts({', '.join([*map(repr, self.parts)] + ['optional=True'] * self.optional)})"
+
+
+def parts(*parts: StreamDim | None, optional: bool = False) -> StreamParts:
+    """An argument that is a tuple or list, said part by part; None leaves a part whole.
+
+    ``rotary_emb=parts(seq(0, "text"), seq(0, "video"))`` for ``(rope of text, rope of video)``. A part that is itself
+    a tuple of tensors has each of them cut alike.
+    """
+    if all(part is None for part in parts):
+        raise ValueError('parts needs at least one seq, as in parts(None, seq(1, "video"))')
+    return StreamParts(parts, optional)

@@ -117,7 +117,7 @@ def reference(case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
 
-def run_case(case: Case) -> list[Tensor] | None:
+def run_case(case: Case) -> list[Tensor]:
     """On every rank of the mesh: [out, dq, dk, dv] gathered."""
     mesh = init_device_mesh("cpu", tuple(d for _, d in case.mesh), mesh_dim_names=tuple(n for n, _ in case.mesh))
     tensors, mask, grad = inputs(case)
@@ -145,3 +145,18 @@ def run_case(case: Case) -> list[Tensor] | None:
     assert torch.equal(silent.to_local(), out.detach().to_local()), "no_grad changes the result"
     grads = torch.autograd.grad(out, leaves, distribute_tensor(grad, mesh, placements))
     return [x.full_tensor() for x in (out.detach(), *grads)]
+
+
+def run_cases(cases: list[Case]) -> list[list[Tensor]]:
+    """:func:`run_case` for each, in one call of the workers."""
+    return [run_case(case) for case in cases]
+
+
+def single_process(case: Case) -> list[Tensor]:
+    """[out, dq, dk, dv] of ``F.scaled_dot_product_attention`` on one process, in the dtype of the case."""
+    tensors, mask, grad = inputs(case)
+    leaves = [x.requires_grad_() for x in tensors]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, mask[:, None, None] if mask is not None and mask.ndim == 2 else mask, is_causal=case.causal
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..errors import AttentionError
 from ..mesh import RING, ULYSSES, ContextMesh, context_mesh
-from ..placements import Interval, SequenceLayout, shard_interval
-from .distributed import CallPlan
+from ..placements import SequenceLayout, local_interval
+from .distributed import CallPlan, nothing
 from .masks import canonical_mask, select_broadcast
 
 __all__ = ["attention"]
@@ -115,11 +115,11 @@ def _sharded_attention(
         mask = mask.full_tensor() if isinstance(mask, DTensor) else mask
         mask = canonical_mask(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         for dim in (0, 1):
-            mask = select_broadcast(mask, dim, (_local_interval(q_work, dim),))
+            mask = select_broadcast(mask, dim, (local_interval(q_work, dim),))
     heads, kv_heads = q_local.shape[1], k_local.shape[1]
     if heads == 0:
         # No heads here (tensor parallel over more ranks than heads): the ranks of this ring are all idle.
-        out = q_local.new_zeros(*q_local.shape[:3], v_local.shape[-1]) + 0.0 * q_local.sum()
+        out = nothing(q_local, k_local, v_local)
     else:
         plan = _call_plan(context, layouts[0], None if whole else layouts[1], heads, kv_heads)
         out = plan.run(q_local, k_local, v_local, mask, causal=causal, scale=scale)
@@ -161,7 +161,7 @@ def _check_placements(what: str, placements: Sequence[Placement], names: Sequenc
             allowed = (_SEQUENCE, _HEADS, Replicate())
         if placement not in allowed:
             raise AttentionError(
-                f"{what} is {placement} on mesh axis {name!r}; attention takes "
+                f"{what} is {placement!r} on mesh axis {name!r}; attention takes "
                 f"{' or '.join(map(repr, allowed))} there: redistribute it first"
             )
 
@@ -197,17 +197,3 @@ def _active_context(context: ContextMesh, names: Sequence[str], placements: Sequ
         context.ulysses_group if ulysses else "",
         context.mesh,
     )
-
-
-def _local_interval(x: DTensor, dim: int) -> Interval:
-    """Where this rank's shard of ``x`` lies along ``dim``."""
-    start, stop = 0, x.shape[dim]
-    coordinate = x.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(x.placements):
-        if placement == Shard(dim):
-            low, high = shard_interval(stop - start, x.device_mesh.size(axis), coordinate[axis])
-            start, stop = start + low, start + high
-    return start, stop
-
-

@@ -146,7 +146,7 @@ class CallPlan:
         elif q.numel() and k.numel():
             out = local(q, k, v, mask, causal, scale)
         else:
-            out = _nothing(q, k, v)
+            out = nothing(q, k, v)
         if self._out is not None:
             ((out,),) = to_sequence(self._out, [[out]])
         return out
@@ -204,7 +204,7 @@ class CallPlan:
         elif mask is not None:
             mask = select_broadcast(mask, 2, [row for row in rows if row[0] < row[1]])
         if not (q.numel() and k.numel()):
-            return _nothing(q, k, v)
+            return nothing(q, k, v)
         return local(q, k, v, mask, causal, scale)
 
 
@@ -213,7 +213,7 @@ def _zero_rows(like_BHSD: torch.Tensor, rows: int) -> torch.Tensor:
     return like_BHSD.new_zeros(batch, rows, heads, width).transpose(1, 2)
 
 
-def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The output of an attention without rows, heads or keys: zeros, still part of the graph.
 
     A rank without heads must take part in the all-to-all of the backward pass, so its output hangs on its inputs.
@@ -235,4 +235,4 @@ def check_rows(found: int, layout: SequenceLayout, context: ContextMesh, what: s
         )
 
 
-__all__ = ["CallPlan", "LocalKernel", "check_rows", "sdpa"]
+__all__ = ["CallPlan", "LocalKernel", "check_rows", "nothing", "sdpa"]

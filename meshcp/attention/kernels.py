@@ -56,6 +56,10 @@ class Kernel:
         devices: device types on which it runs; empty means all.
         dtypes: dtypes that it takes; empty means all.
         masks: whether it takes a mask.
+        widths: whether values may be of another width than keys.
+        compute: the dtype that half precision is computed in, None for its own. A kernel that returns half precision
+            rounds the output of every block, which over a ring adds up to more than one process's single rounding; on
+            the CPU, where results are proved, each block is computed in fp32. CUDA's kernels leave no such choice.
     """
 
     name: str
@@ -64,8 +68,14 @@ class Kernel:
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     masks: bool = True
+    widths: bool = False
+    compute: torch.dtype | None = None
 
-    def misfit(self, device: str, dtype: torch.dtype, mask: bool) -> str | None:
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the dtype in which this kernel computes."""
+        return x if self.compute is None or x.dtype == torch.float64 else x.to(self.compute)
+
+    def misfit(self, device: str, dtype: torch.dtype, mask: bool, widths: bool = False) -> str | None:
         """Why this kernel cannot run such a call, or None when it can."""
         if self.devices and device not in self.devices:
             return f"it runs on {' or '.join(self.devices)}, not on {device}"
@@ -73,6 +83,8 @@ class Kernel:
             return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
         if mask and not self.masks:
             return "it takes no attention mask"
+        if widths and not self.widths:
+            return "it takes no values of another width than the keys"
         return None
 
 
@@ -240,20 +252,20 @@ def _cudnn_backward(
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_CPU_FLASH = Kernel("cpu_flash", _cpu_forward, _cpu_backward, devices=("cpu",))
+_CPU_FLASH = Kernel("cpu_flash", _cpu_forward, _cpu_backward, devices=("cpu",), compute=torch.float32)
 _FLASH = Kernel("_native_flash", _flash_forward, _flash_backward, devices=("cuda",), dtypes=_HALF, masks=False)
 _EFFICIENT = Kernel(
     "_native_efficient", _efficient_forward, _efficient_backward, devices=("cuda",), dtypes=(*_HALF, torch.float32)
 )
 _CUDNN = Kernel("_native_cudnn", _cudnn_forward, _cudnn_backward, devices=("cuda",), dtypes=_HALF)
-_MATH = Kernel("_native_math", _math_forward, _math_backward)
+_MATH = Kernel("_native_math", _math_forward, _math_backward, widths=True)
 
 KERNELS = {kernel.name: kernel for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT, _CUDNN, _MATH)}
 AUTOMATIC = ("", "native")
 WITH_LSE = ("native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math")
 
 
-def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool) -> Kernel:
+def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool, widths: bool = False) -> Kernel:
     """The kernel of this name, or the fastest that fits when the name leaves it open (``""`` or ``"native"``).
 
     Raises:
@@ -261,7 +273,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool) -> Ker
     """
     if name in AUTOMATIC:
         for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT):
-            if kernel.misfit(device, dtype, mask) is None:
+            if kernel.misfit(device, dtype, mask, widths) is None:
                 return kernel
         return _MATH
     if name not in KERNELS:
@@ -271,7 +283,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool) -> Ker
             "where every backend works"
         )
     kernel = KERNELS[name]
-    if (reason := kernel.misfit(device, dtype, mask)) is not None:
+    if (reason := kernel.misfit(device, dtype, mask, widths)) is not None:
         raise AttentionError(
             f"attention backend {name!r} cannot take this call: {reason}; set the backend 'native', which chooses one "
             "that fits"
@@ -300,10 +312,9 @@ def block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one block of keys, none of its sizes zero; ``mask`` boolean or additive, KV heads may be fewer."""
     heads = q_BHSD.shape[1]
-    bias = None if mask is None else additive(mask, q_BHSD.dtype)
-    out, lse = kernel.forward(
-        q_BHSD, _group_heads(k_BHKD, heads), _group_heads(v_BHKD, heads), bias, causal, scale
-    )
+    q, k, v = (kernel.cast(x) for x in (q_BHSD, k_BHKD, v_BHKD))
+    bias = None if mask is None else additive(mask, q.dtype)
+    out, lse = kernel.forward(q, _group_heads(k, heads), _group_heads(v, heads), bias, causal, scale)
     if bias is not None:
         # Kernels disagree on rows that see no key: CPU flash reports lse = 0, others NaN.
         dead = (bias == float("-inf")).all(-1)
@@ -326,17 +337,10 @@ def block_backward(
 ) -> Gradients:
     """Gradients of one block of keys, given ``out`` and ``lse`` over all keys (lse finite: see ``finite_lse``)."""
     heads, kv_heads = q_BHSD.shape[1], k_BHKD.shape[1]
-    bias = None if mask is None else additive(mask, q_BHSD.dtype)
+    grad, q, k, v, out = (kernel.cast(x) for x in (grad_BHSD, q_BHSD, k_BHKD, v_BHKD, out_BHSD))
+    bias = None if mask is None else additive(mask, q.dtype)
     dq, dk, dv = kernel.backward(
-        grad_BHSD,
-        q_BHSD,
-        _group_heads(k_BHKD, heads),
-        _group_heads(v_BHKD, heads),
-        out_BHSD,
-        lse_BHS,
-        bias,
-        causal,
-        scale,
+        grad, q, _group_heads(k, heads), _group_heads(v, heads), out, lse_BHS, bias, causal, scale
     )
     if kv_heads != heads:
         dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))

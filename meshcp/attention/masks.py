@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, Q query rows, K key rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -57,7 +58,9 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def select_broadcast(x: torch.Tensor, dim: int, intervals: Sequence[Interval]) -> torch.Tensor:
     """:func:`select`, but a dimension of size 1 (broadcast) is returned as it is, unless nothing is asked for."""
-    return x if x.shape[dim] == 1 and total(intervals) > 0 else select(x, dim, intervals)
+    if total(intervals) == 0:
+        return x.narrow(dim, 0, 0)
+    return x if x.shape[dim] == 1 else select(x, dim, intervals)
 
 
 def positions(intervals: Sequence[Interval], device: torch.device) -> torch.Tensor:
@@ -66,21 +69,21 @@ def positions(intervals: Sequence[Interval], device: torch.device) -> torch.Tens
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def causal_mask(
-    q_rows: Sequence[Interval], kv_rows: Sequence[Interval], device: torch.device
-) -> torch.Tensor | bool | None:
+def causal_relation(
+    q_rows: Sequence[Interval], kv_rows: Sequence[Interval]
+) -> Literal["all", "none", "same", "mixed"]:
     """What "a query sees the keys up to its own position" means between two sets of rows.
 
-    Returns:
-        None: every key is visible. False: none is, skip the block. True: the rows are the same, so the kernel's own
-        causal mode is right. Otherwise a boolean ``[1, 1, Q, K]`` mask.
+    ``"all"``: every key is visible. ``"none"``: none is. ``"same"``: the rows are the same, so a kernel's own causal mode
+    is right. ``"mixed"``: it takes a mask.
     """
-    first_query, last_query = q_rows[0][0], max(stop for _, stop in q_rows) - 1
-    first_key, last_key = kv_rows[0][0], max(stop for _, stop in kv_rows) - 1
-    if last_key <= first_query:
-        return None
-    if first_key > last_query:
-        return False
-    if tuple(q_rows) == tuple(kv_rows):
-        return True
+    if max(stop for _, stop in kv_rows) - 1 <= q_rows[0][0]:
+        return "all"
+    if kv_rows[0][0] > max(stop for _, stop in q_rows) - 1:
+        return "none"
+    return "same" if tuple(q_rows) == tuple(kv_rows) else "mixed"
+
+
+def causal_mask(q_rows: Sequence[Interval], kv_rows: Sequence[Interval], device: torch.device) -> torch.Tensor:
+    """Boolean ``[1, 1, Q, K]``: the keys at or before each query's position."""
     return (positions(q_rows, device)[:, None] >= positions(kv_rows, device)[None, :])[None, None]

@@ -8,6 +8,7 @@ axis its KV rows are a shard of the sequence, and the operator passes them round
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from .. import _compat
 from ..collectives import RingExchange
 from ..errors import AttentionError
 from ..mesh import RING, ULYSSES
-from ..placements import Interval
+from ..placements import Interval, merge_intervals
 from .kernels import choose_kernel
+from .masks import causal_relation
 from .ring import RingCall, accumulation_dtype, ring_backward, ring_forward
 
 if TYPE_CHECKING:
@@ -55,22 +57,22 @@ class _Alone:
 
 
 def _call(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float | None, ring: str,
-    q_rows: Sequence[int], kv_rows: Sequence[int], kv_counts: Sequence[int], kernel: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float | None,
+    ring: str, q_rows: Sequence[int], kv_rows: Sequence[int], kv_counts: Sequence[int], kernel: str,
 ) -> tuple[RingCall, Any]:  # fmt: skip
     exchange = RingExchange(ring) if ring else _Alone()
-    chosen = choose_kernel(kernel, q.device.type, q.dtype, mask is not None or causal)
+    blocks: list[tuple[Interval, ...]] = []
+    if ring:
+        queries, intervals = _intervals(q_rows), iter(_intervals(kv_rows))
+        blocks = [tuple(itertools.islice(intervals, count)) for count in kv_counts]
+    else:
+        queries = merge_intervals([(0, q.shape[2])])
+        blocks = [merge_intervals([(0, k.shape[2])])]
+    mixed = causal and any(queries and rows and causal_relation(queries, rows) == "mixed" for rows in blocks)
+    chosen = choose_kernel(kernel, q.device.type, q.dtype, mask is not None or mixed, v.shape[-1] != q.shape[-1])
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if not ring:
-        own = ((0, k.shape[2]),) if k.shape[2] else ()
-        queries = ((0, q.shape[2]),) if q.shape[2] else ()
-        return RingCall(queries, (own,), causal, scale, chosen), exchange
-    blocks, intervals, start = [], _intervals(kv_rows), 0
-    for count in kv_counts:
-        blocks.append(intervals[start : start + count])
-        start += count
-    return RingCall(_intervals(q_rows), tuple(blocks), causal, scale, chosen), exchange
+    return RingCall(queries, tuple(blocks), causal, scale, chosen), exchange
 
 
 def _forward(
@@ -78,7 +80,7 @@ def _forward(
     scale: float | None = None, ring: str = "", q_rows: Sequence[int] = (), kv_rows: Sequence[int] = (),
     kv_counts: Sequence[int] = (), kernel: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    call, exchange = _call(q, k, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
+    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
     return ring_forward(q, k, v, mask, call, exchange)
 
 
@@ -87,7 +89,7 @@ def _backward(
     out: torch.Tensor, lse: torch.Tensor, *, causal: bool = False, scale: float | None = None, ring: str = "",
     q_rows: Sequence[int] = (), kv_rows: Sequence[int] = (), kv_counts: Sequence[int] = (), kernel: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    call, exchange = _call(q, k, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
+    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
     gradients = ring_backward(grad, q, k, v, mask, out, lse, call, exchange)
     return tuple(_as_rows(x) for x in gradients)  # type: ignore[return-value]
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..collectives import RingExchange
 from ..placements import Interval, total
 from .kernels import Kernel, block_backward, block_forward, finite_lse
-from .masks import causal_mask, select_broadcast
+from .masks import causal_mask, causal_relation, select_broadcast
 from .merge import Merger
 
 
@@ -42,14 +43,25 @@ class RingCall:
     scale: float
     kernel: Kernel
 
-    def block_mask(self, mask: torch.Tensor | None, owner: int, device: torch.device) -> torch.Tensor | bool | None:
-        """The mask between this rank's rows and the block of ``owner``: see :func:`causal_mask` for the values.
+    def visible(self, mask: torch.Tensor | None, owner: int, device: torch.device) -> _Visible | None:
+        """What this rank's rows see of the block of ``owner``; None when that is nothing.
 
         ``mask`` has this rank's rows and the columns of the whole sequence.
         """
-        if self.causal:
-            return causal_mask(self.q_rows, self.kv_rows[owner], device)
-        return None if mask is None else select_broadcast(mask, -1, self.kv_rows[owner])
+        rows = self.kv_rows[owner]
+        if not rows or not self.q_rows:
+            return None
+        if not self.causal:
+            return _Visible(None if mask is None else select_broadcast(mask, -1, rows), False)
+        relation = causal_relation(self.q_rows, rows)
+        if relation == "none":
+            return None
+        return _Visible(causal_mask(self.q_rows, rows, device) if relation == "mixed" else None, relation == "same")
+
+
+class _Visible(NamedTuple):
+    mask: torch.Tensor | None
+    causal: bool
 
 
 def _pack(k_BGKD: torch.Tensor, v_BGKE: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -110,15 +122,9 @@ def ring_forward(
     """``(out [B,H,S,E] in the dtype of q, lse [B,H,S] in fp32 or fp64)``, over the KV of every ring rank."""
     merger = Merger()
     for owner, k, v in _Blocks(exchange, k_BGKD, v_BGKE, call):
-        if not (q_BHSD.numel() and k.numel()):
-            continue
-        allowed = call.block_mask(mask, owner, q_BHSD.device)
-        if allowed is False:
-            continue
-        causal = allowed is True
-        block = None if causal else allowed
-        assert not isinstance(block, bool)
-        merger.add(*block_forward(call.kernel, q_BHSD, k, v, block, causal, call.scale))
+        visible = call.visible(mask, owner, q_BHSD.device) if q_BHSD.numel() and k.numel() else None
+        if visible is not None:
+            merger.add(*block_forward(call.kernel, q_BHSD, k, v, *visible, call.scale))
     batch, heads, rows, _ = q_BHSD.shape
     out = q_BHSD.new_zeros(batch, rows, heads, v_BGKE.shape[-1]).transpose(1, 2)
     lse = q_BHSD.new_full((batch, heads, rows), float("-inf"), dtype=accumulation_dtype(q_BHSD.dtype))
@@ -152,15 +158,10 @@ def ring_backward(
     travelling: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     for owner, k, v in blocks:
-        allowed = call.block_mask(mask, owner, q_BHSD.device) if q_BHSD.numel() and k.numel() else False
+        visible = call.visible(mask, owner, q_BHSD.device) if q_BHSD.numel() and k.numel() else None
         mine = None
-        if allowed is not False:
-            causal = allowed is True
-            block = None if causal else allowed
-            assert not isinstance(block, bool)
-            mine = block_backward(
-                call.kernel, grad_BHSE, q_BHSD, k, v, out_BHSE, lse, block, causal, call.scale
-            )
+        if visible is not None:
+            mine = block_backward(call.kernel, grad_BHSE, q_BHSD, k, v, out_BHSE, lse, *visible, call.scale)
             dq += mine.query
         exchange.wait(works)
         k_shape, v_shape = blocks.shapes(owner)

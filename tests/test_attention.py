@@ -1,0 +1,216 @@
+"""The operator against a softmax written out by hand: every mode, mask, length, head count and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import meshcp
+from tests import attention_cases
+from tests.attention_cases import MASKS, Case, reference
+from tests.harness import Pool, assert_close_to, bf16_no_worse
+
+
+def mesh(**axes: int) -> tuple[tuple[str, int], ...]:
+    return tuple(axes.items())
+
+
+MESHES = (
+    mesh(ulysses=2),
+    mesh(ring=2),
+    mesh(ulysses=3),
+    mesh(ring=3),
+    mesh(ulysses=4),
+    mesh(ring=4),
+    mesh(ring=2, ulysses=2),
+    mesh(ulysses=2, ring=2),
+    mesh(ring=2, ulysses=3),
+    mesh(ring=3, ulysses=2),
+    mesh(ulysses=3, ring=2),
+)
+COMPOSED = (mesh(dp=2, ring=2), mesh(ring=2, dp=2, ulysses=1), mesh(ulysses=2, tp=2), mesh(ring=2, tp=2, ulysses=1))
+
+
+def cases_on(axes: tuple[tuple[str, int], ...]) -> list[Case]:
+    """What every mesh runs: even and uneven, every mask, GQA, empty shards, cross-attention."""
+    plain = [
+        Case(axes),
+        Case(axes, heads=6, queries=24, batch=1),
+        Case(axes, heads=5, queries=13, scale=0.3),
+        Case(axes, heads=5, queries=1, keys=2),
+        Case(axes, heads=1, queries=3),
+        Case(axes, heads=3, queries=7, keys=17, value_width=5),
+        Case(axes, heads=5, queries=11, dtype=torch.float32),
+        Case(axes, heads=4, kv_heads=2, queries=9),
+        Case(axes, heads=6, kv_heads=1, queries=9, keys=4),
+        Case(axes, heads=6, kv_heads=3, queries=5),
+        Case(axes, heads=5, queries=13, causal=True),
+        Case(axes, heads=4, kv_heads=2, queries=12, causal=True),
+        Case(axes, heads=2, queries=4, keys=11, causal=True),
+        Case(axes, heads=3, queries=9, keys=5, kv_replicated=True),
+        Case(axes, heads=3, queries=9, keys=5, kv_replicated=True, mask="query_bool"),
+        Case(axes, heads=3, queries=9, keys=5, kv_replicated=True, causal=True),
+        Case(axes, heads=5, queries=9, ulysses_on_heads=True, mask="head_bool"),
+    ]
+    masks = [Case(axes, heads=5, queries=11, keys=13, mask=mask) for mask in MASKS[1:]]
+    sharded = [Case(axes, heads=3, queries=11, mask=mask, mask_is_sharded=True) for mask in ("key_bool", "query_bool")]
+    return plain + masks + sharded
+
+
+def valid(case: Case) -> bool:
+    # Grouped heads that tensor parallel does not divide are refused (tested below).
+    tp = dict(case.mesh).get("tp", 1)
+    return case.kv_heads is None or (case.heads % tp == 0 and case.kv_heads % tp == 0)
+
+
+def check(case: Case, results: list[list[torch.Tensor]]) -> None:
+    for rank, result in enumerate(results):
+        for name, actual, expected in zip(("out", "dq", "dk", "dv"), result, reference(case, torch.float64), strict=True):
+            try:
+                if expected.abs().max() < 1e-12:
+                    # One key: the softmax is 1 whatever q and k are, and what is left of their gradients is rounding.
+                    assert actual.abs().max() < (1e-6 if case.dtype == torch.float32 else 1e-12)
+                    continue
+                assert_close_to(actual, expected, case.dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{case}, rank {rank}, {name}: {error}") from None
+
+
+@pytest.mark.parametrize("axes", MESHES + COMPOSED, ids=lambda axes: "x".join(f"{n}{d}" for n, d in axes))
+def test_every_mode(pool: Pool, axes: tuple[tuple[str, int], ...]) -> None:
+    cases = [case for case in cases_on(axes) if valid(case)]
+    by_rank = pool.run(cases[0].world, attention_cases.run_cases, cases, timeout=100)
+    for index, case in enumerate(cases):
+        check(case, [results[index] for results in by_rank])
+
+
+@pytest.mark.parametrize("axes", [mesh(ulysses=3), mesh(ring=3), mesh(ring=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_one_process(
+    pool: Pool, axes: tuple[tuple[str, int], ...], dtype: torch.dtype
+) -> None:
+    cases = [
+        Case(axes, heads=5, queries=61, width=16, batch=2, dtype=dtype, mask=mask, causal=causal)
+        for mask, causal in (("none", False), ("key_bool", False), ("head_additive", False), ("none", True))
+    ]
+    by_rank = pool.run(cases[0].world, attention_cases.run_cases, cases)
+    for index, case in enumerate(cases):
+        exact = reference(dataclasses.replace(case, dtype=dtype), torch.float32)
+        single = attention_cases.single_process(case)
+        for result in (results[index] for results in by_rank):
+            for actual, one, ref in zip(result, single, exact, strict=True):
+                if dtype == torch.bfloat16:
+                    bf16_no_worse(actual, one, ref)
+                else:
+                    error, bound = (actual.float() - ref).abs().max(), (one.float() - ref).abs().max()
+                    assert error <= 1.5 * bound, (str(case), error, bound)
+
+
+@st.composite
+def random_case(draw: st.DrawFn) -> Case:
+    axes = draw(st.sampled_from([m for m in MESHES if len(m) > 1 or m[0][1] > 2]))
+    kv_heads = draw(st.one_of(st.none(), st.integers(1, 3)))
+    heads = draw(st.integers(1, 3)) * kv_heads if kv_heads else draw(st.integers(1, 7))
+    mask = draw(st.sampled_from(MASKS))
+    replicated = draw(st.integers(0, 5)) == 0
+    same = draw(st.booleans())
+    return Case(
+        axes,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=draw(st.integers(1, 29)),
+        keys=None if same else draw(st.integers(1, 29)),
+        batch=draw(st.integers(1, 3)),
+        width=draw(st.sampled_from([4, 8, 12])),
+        mask=mask,
+        mask_is_sharded=draw(st.booleans()) and mask != "none" and not replicated,
+        causal=mask == "none" and draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        kv_replicated=replicated,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(case=random_case())
+def test_random_cases(pool: Pool, case: Case) -> None:
+    check(case, [results[0] for results in pool.run(case.world, attention_cases.run_cases, [case])])
+
+
+def test_plain_tensors_get_ordinary_attention() -> None:
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
+    keep = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])
+    expected = attention_cases.softmax_attention(q, k, v, keep, False, None)
+    assert_close_to(meshcp.attention(q, k, v, keep), expected)
+
+
+def refusals() -> list[str]:
+    """The message of each refused call."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    unnamed = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    def make(*shape: int, placement: object = None, on: object = device_mesh) -> DTensor:
+        return distribute_tensor(torch.randn(*shape), on, [placement or Shard(2)])
+
+    q = make(1, 4, 6, 8)
+    learned = torch.zeros(1, 1, 6, 6, requires_grad=True)
+    calls = [
+        lambda: meshcp.attention(q, q, q, dropout_p=0.1),
+        lambda: meshcp.attention(q, torch.randn(1, 4, 6, 8), q),
+        lambda: meshcp.attention(q, q, q, torch.ones(1, 1, 6, 6).bool(), causal=True),
+        lambda: meshcp.attention(q, q, q, torch.ones(3, 5).bool()),
+        lambda: meshcp.attention(q, q, q, torch.ones(1, 6).long()),
+        lambda: meshcp.attention(q, q, q, learned),
+        lambda: meshcp.attention(q, make(1, 2, 6, 8), make(1, 2, 6, 8)),
+        lambda: meshcp.attention(q, make(1, 4, 6, 4), make(1, 4, 6, 4)),
+        lambda: meshcp.attention(make(1, 4, 6, 8, placement=Shard(3)), q, q),
+        lambda: meshcp.attention(*[make(1, 4, 6, 8, placement=Replicate(), on=unnamed)] * 3),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+            messages.append("not refused")
+        except meshcp.MeshcpError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_refusals_say_what_to_do(pool: Pool) -> None:
+    expected = [
+        "dropout inside distributed attention",
+        "must all be DTensors or all plain tensors",
+        "both a mask and causal=True",
+        "attention mask of shape (3, 5); needed in global form",
+        "attention mask of dtype torch.int64; needed: bool",
+        "the attention mask requires a gradient",
+        "4 query heads and 2 KV heads: pass enable_gqa=True",
+        "shapes that do not fit",
+        "q is Shard(dim=3) on mesh axis 'ring'",
+        'needs an axis named "ring" or "ulysses"',
+    ]
+    for messages in pool.run(2, refusals):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message, message
+
+
+def opcheck() -> None:
+    q, k, v = (torch.randn(2, 5, 3, 4, dtype=torch.float64).transpose(1, 2).detach().requires_grad_() for _ in range(3))
+    mask = torch.rand(2, 1, 5, 5) < 0.7
+    for arguments, options in itertools.product([(q, k, v), (q, k, v, mask)], [{}, {"scale": 0.5}]):
+        torch.library.opcheck(torch.ops.meshcp.attention.default, arguments, options)
+    torch.library.opcheck(torch.ops.meshcp.attention.default, (q, k, v), {"causal": True})
+
+
+# opcheck itself looks at the gradients of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_operator_keeps_the_rules_of_custom_operators() -> None:
+    opcheck()
