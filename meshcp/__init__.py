@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from .attention import attention
-from .errors import AttentionError, InputError, LayoutError, MeshcpError, MeshError, PlanError
+from .errors import AttentionError, CheckpointError, InputError, LayoutError, MeshcpError, MeshError, PlanError
+from .gradients import (
+    average_gradients,
+    clip_grad_norm_,
+    fsdp_mesh,
+    local_mean,
+    seed_everything,
+    sum_over_tp,
+)
+from .guidance import GuidanceHandle, parallelize_guidance
+from .loading import load_sharded, save_sharded
 from .mesh import init_mesh
+from .models.tensor_parallel import tp_plan
 from .parallelize import Handle, parallelize
 from .placements import SequenceLayout, count, seq
 from .plan import Plan
 from .styles import ContextParallelAttention, GatherOutputs, LocalAttention, ShardInputs, ShardOutputs
+from .verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionError",
+    "CheckpointError",
     "ContextParallelAttention",
     "GatherOutputs",
+    "GuidanceHandle",
     "Handle",
     "InputError",
     "LayoutError",
@@ -28,8 +42,19 @@ __all__ = [
     "ShardInputs",
     "ShardOutputs",
     "attention",
+    "average_gradients",
+    "clip_grad_norm_",
     "count",
+    "fsdp_mesh",
     "init_mesh",
+    "load_sharded",
+    "local_mean",
     "parallelize",
+    "parallelize_guidance",
+    "save_sharded",
+    "seed_everything",
     "seq",
+    "sum_over_tp",
+    "tp_plan",
+    "verify",
 ]

@@ -6,16 +6,19 @@ Held for torch 2.11 to 2.14 and diffusers 0.42. Nothing else in the package may 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from .errors import AttentionError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
@@ -109,6 +112,29 @@ def input_specs(schema: OpSchema) -> list[DTensorSpec | None]:
     ]
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine runs now, which then computes checkpointed parts of a forward pass anew."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def separate_compile_caches(*groups: str) -> Callable[[], None]:
+    """Keep this rank's compiled graphs apart from those of ranks with other process groups; returns the way back.
+
+    Names of process groups are constants of a compiled graph but no part of its cache key. Ranks that share a cache
+    directory would load each other's graphs ("Could not resolve the process group", torch 2.13 and 2.14).
+    """
+    config = torch.compiler.config
+    before, tag = config.cache_key_tag, "meshcp:" + ",".join(groups)
+    if tag in before:
+        return lambda: None
+    config.cache_key_tag = f"{before}{tag}"
+
+    def undo() -> None:
+        config.cache_key_tag = config.cache_key_tag.replace(tag, "")
+
+    return undo
+
+
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile(module)`` returns."""
     from torch._dynamo.eval_frame import OptimizedModule
@@ -137,6 +163,11 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
+# Some processors hand over the backend alone (Flux2's with a cache of keys and values): such a call belongs to the
+# attention site that runs.
+_IN_CHARGE: list[AttentionCall] = []
+
+
 def _meshcp_backend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -148,6 +179,8 @@ def _meshcp_backend(
     enable_gqa: bool = False,
     _parallel_config: AttentionCall | None = None,
 ) -> torch.Tensor:
+    if _parallel_config is None and _IN_CHARGE:
+        _parallel_config = _IN_CHARGE[-1]
     if _parallel_config is None:
         raise AttentionError(
             "an attention call reached the meshcp backend without a module that it belongs to; leave the attention "
@@ -176,14 +209,26 @@ def has_attention_seam(owner: object) -> bool:
 
 
 @contextlib.contextmanager
-def taken_over(owner: Any, member: Any, call: AttentionCall) -> Iterator[None]:
-    """Let the attention calls of ``owner`` come to ``call``, and leave ``owner`` as it was afterwards."""
+def taken_over(owner: Any, member: Any, call: AttentionCall, everywhere: bool = False) -> Iterator[None]:
+    """Let the attention calls of ``owner`` come to ``call``, and leave ``owner`` as it was afterwards.
+
+    ``everywhere``: also those for which it leaves the choice of a backend to Diffusers (``backend=None``).
+    """
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    active = _AttentionBackendRegistry._active_backend
     own = owner.__dict__
     before = {name: own[name] for name in ("_attention_backend", "_parallel_config") if name in own}
     owner._attention_backend, owner._parallel_config = member, call
+    _IN_CHARGE.append(call)
+    if everywhere:
+        _AttentionBackendRegistry._active_backend = member
     try:
         yield
     finally:
+        _IN_CHARGE.pop()
+        if everywhere:
+            _AttentionBackendRegistry._active_backend = active
         for name in ("_attention_backend", "_parallel_config"):
             if name in before:
                 setattr(owner, name, before[name])
@@ -227,3 +272,113 @@ def is_attention(module: torch.nn.Module) -> bool:
     from diffusers.models.attention_processor import Attention, MochiAttention
 
     return isinstance(module, AttentionModuleMixin | Attention | MochiAttention)
+
+
+# -- diffusers: what from_pretrained reads off a model class -----------------------------------------------------------
+
+
+def kept_in_fp32(model_class: type) -> tuple[str, ...]:
+    """Names of submodules whose parameters stay in fp32 when the model is loaded in another dtype."""
+    names = getattr(model_class, "_keep_in_fp32_modules", None) or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def keys_to_ignore(model_class: type) -> tuple[str, ...]:
+    """Regular expressions for the keys that a checkpoint may hold although the model lacks them."""
+    return tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+# -- device meshes -----------------------------------------------------------------------------------------------------
+# Flattening axes and putting meshes side by side have no public name yet. Both keep the root mesh, without which FSDP2
+# refuses parameters that tensor parallel has sharded on another axis of it.
+
+
+def flatten_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """One axis made of several of ``mesh``."""
+    part = mesh[tuple(names)]
+    return part if len(names) == 1 else part._flatten("_".join(names))
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of two axes that are given as meshes of one."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+# -- diffusers: hooks that caches, offloading and casting put around the forward of a module --------------------------
+# module._diffusers_hook is a HookRegistry; each hook swaps module.forward for a function that calls the one before,
+# which it keeps in fn_ref.original_forward (hooks with a new_forward) or fn_ref.forward. Accelerate keeps the one before
+# in module._old_forward. A forward that is put in the place of the innermost one works in either order with them.
+
+
+def hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str, Any]]:
+    """(module, name, hook) of every Diffusers hook on ``modules``."""
+    return [
+        (module, name, hook)
+        for module in modules
+        if (registry := module.__dict__.get("_diffusers_hook")) is not None
+        for name, hook in registry.hooks.items()
+    ]
+
+
+def cache_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str, Any]]:
+    """(module, name, hook) of every Diffusers hook on ``modules`` that keeps state between forward passes."""
+    return [found for found in hooks(modules) if found[2]._is_stateful]
+
+
+def forward_slots(module: torch.nn.Module) -> list[tuple[Any, Callable[[Any], None]]]:
+    """Every place that keeps a forward of ``module``, the outermost first: what is there, and how to put another."""
+    slots: list[tuple[Any, Callable[[Any], None]]] = [(module.forward, functools.partial(setattr, module, "forward"))]
+    registry = module.__dict__.get("_diffusers_hook")
+    for reference in reversed(registry._fn_refs if registry is not None else ()):
+        name = "forward" if reference.original_forward is None else "original_forward"
+        slots.append((getattr(reference, name), functools.partial(setattr, reference, name)))
+    if "_old_forward" in module.__dict__:
+        slots.append((module.__dict__["_old_forward"], functools.partial(setattr, module, "_old_forward")))
+    return slots
+
+
+def innermost_forward(module: torch.nn.Module) -> tuple[Any, Callable[[Any], None]]:
+    """The forward beneath every wrapper of Diffusers and Accelerate, and how to put another in its place."""
+    # Their wrappers are partial objects; what they wrap is a bound method, or a function.
+    return [slot for slot in forward_slots(module) if not isinstance(slot[0], functools.partial)][-1]
+
+
+FIRST_BLOCK_DECISION = "_should_compute_remaining_blocks"
+"""Name of the method by which FBCHeadBlockHook decides, from the residual of the first block."""
+
+
+def first_block_residual(hook: Any) -> torch.Tensor | None:
+    """The residual that FirstBlockCache compares with."""
+    residual: torch.Tensor | None = hook.state_manager.get_state().head_block_residual
+    return residual
+
+
+def returns_text_apart(hook: Any) -> bool:
+    """Whether the block of a FirstBlockCache hook returns the text as a tensor of its own."""
+    return hook._metadata.return_encoder_hidden_states_index is not None
+
+
+# -- calling a module ----------------------------------------------------------------------------------------------------
+
+
+def wrap_call(
+    module: torch.nn.Module, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> Callable[[], None]:
+    """Let every call of ``module``, hooks and all, be ``run(call, args, kwargs)``; returns how to undo that.
+
+    ``nn.Module.__call__`` asks the instance for ``_call_impl``, or for what ``module.compile()`` put in its place.
+    """
+    name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+    own, original = module.__dict__.get(name), getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(original, args, kwargs)
+
+    def undo() -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    module.__dict__[name] = call
+    return undo

@@ -21,7 +21,8 @@ _PRIME = 1_000_003
 
 def digest(x: torch.Tensor) -> int:
     """A 63-bit fingerprint of the bytes, the shape and the dtype of ``x``."""
-    raw = x.detach().contiguous().view(-1).view(torch.uint8)
+    # A copy, as a tensor of one element counts as contiguous whatever its stride (timestep.expand(1)).
+    raw = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     seed = hash((tuple(x.shape), str(x.dtype).__len__(), x.element_size())) & (2**31 - 1)
     if not raw.numel():
         return seed

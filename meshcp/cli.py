@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,16 +19,40 @@ def main() -> None:
 
 
 @app.command()
-def models(markdown: bool = typer.Option(False, help="Print the table of the README.")) -> None:
-    """The models that have a plan, with their streams and limits."""
+def models(
+    markdown: bool = typer.Option(False, help="Print the table of the README."),
+    write: Path | None = typer.Option(None, help="Put the table between the markers of this file (README.md)."),
+) -> None:
+    """The models that have a plan, with their streams and limits; then those that have none, and why."""
     header, *rows = table()
+    text = _markdown(header, rows)
+    if write is not None:
+        write.write_text(between_markers(write.read_text(), text))
+        return
     if markdown:
-        print("\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)))
+        print(text)
         return
     shown = Table(*header)
     for row in rows:
         shown.add_row(*row)
     Console().print(shown)
+
+
+BEGIN, END = "<!-- models -->\n", "<!-- /models -->"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in (header, ["---"] * len(header), *rows))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def between_markers(page: str, text: str) -> str:
+    """``page`` with ``text`` between its two markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise typer.BadParameter(f"no {BEGIN.strip()} ... {END} in the file; put these two lines where the table belongs")
+    return f"{before}{BEGIN}{text}\n{END}{after}"
 
 
 if __name__ == "__main__":

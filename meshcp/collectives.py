@@ -92,6 +92,27 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     return _compat.wait(_compat.start_all_reduce(x, group))
 
 
+class _SumBoth(torch.autograd.Function):
+    """All-reduce whose gradient is an all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return all_reduce(grad.contiguous(), ctx.group), None
+
+
+def sum_over(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over ``group`` of what each rank goes on with alone; so is its gradient the sum of theirs."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        summed: torch.Tensor = _SumBoth.apply(x, group)  # type: ignore[no-untyped-call]
+        return summed
+    return all_reduce(x.contiguous(), group)
+
+
 class RingExchange:
     """Point-to-point exchange with the two neighbours on the ring: send to the next rank, receive from the one before.
 

@@ -29,3 +29,7 @@ class InputError(MeshcpError):
 
 class AttentionError(MeshcpError):
     """An attention call that cannot be computed rightly: mask, dtype, kernel or option."""
+
+
+class CheckpointError(MeshcpError):
+    """Weights on disk that do not fit the model, or that cannot be read or written."""

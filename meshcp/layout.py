@@ -5,6 +5,7 @@ This is the one place that knows lengths. Inputs tell them when they are sharded
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,9 +29,17 @@ class StreamLengths:
 
     def begin(self) -> None:
         """Forget the lengths of the forward pass before."""
-        self.known.clear()
-        self._told_by.clear()
+        self.known, self._told_by = {}, {}
         self._shards.clear()
+
+    def resume_later(self) -> Callable[[], None]:
+        """What makes the lengths of this forward pass known again: its backward pass may compute parts of it anew."""
+        known, told_by = self.known, self._told_by
+
+        def resume() -> None:
+            self.known, self._told_by = known, told_by
+
+        return resume
 
     def end(self) -> None:
         """Let go of the tensors of this forward pass; the lengths stay for whoever asks after it."""
@@ -42,6 +51,8 @@ class StreamLengths:
         Raises:
             LayoutError: another tensor of the same stream had another length.
         """
+        # Under torch.compile a length may be symbolic; a layout is made of plain integers, so each length compiles once.
+        length = operator.index(length)
         known = self.known.get(stream)
         if known is None:
             self.known[stream] = length
@@ -71,38 +82,106 @@ class StreamLengths:
         if isinstance(x, DTensor):
             return self._from_dtensor(x, where, who)
         dim = self._check(x, where, who)
-        if dim is None:
+        if dim is None or (where.when_ndim is not None and x.shape[dim] == 1):
             return x
-        compiling = torch.compiler.is_compiling()
-        key = (id(x), where)
-        if not compiling and key in self._shards:
+        # A compiled forward would be guarded by the id, and compiled anew for every input.
+        key = None if torch.compiler.is_compiling() else (id(x), where)
+        if key is not None and key in self._shards:
             return self._shards[key][1]
-        self._learn(x.shape[dim], where, who)
+        if where.local or where.whole:
+            shard = self._shard_some(x, dim, where, who)
+            if key is not None:
+                self._shards[key] = (x, shard)
+            return shard
+        if not where.folded:
+            self._learn(x.shape[dim], where, who)
         layout = self.layout(where.streams, who)
+        if where.folded:
+            x, dim, whole = self._unfold(x, dim, layout, who), dim + 1, x
+        else:
+            whole = x
         rows = [row for row in layout.held(self.context.ring_rank, self.context.ulysses_rank) if row[0] < row[1]]
         parts = [x.narrow(dim, start, stop - start) for start, stop in rows] or [x.narrow(dim, 0, 0)]
         shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        if not compiling:
-            # Keeping x itself keeps its id from being used again.
-            self._shards[key] = (x, shard)
+        if where.folded:
+            shard = shard.flatten(dim - 1, dim)
+        if key is not None:
+            # Keeping the tensor itself keeps its id from being used again.
+            self._shards[key] = (whole, shard)
         return shard
+
+    def held(self, stream: str) -> tuple[int, int]:
+        """The rows of a stream that this rank carries."""
+        layout = self.layout((stream,), f"stream {stream!r}")
+        return layout.held(self.context.ring_rank, self.context.ulysses_rank)[0]
+
+    def _shard_some(self, x: torch.Tensor, dim: int, where: StreamDim, who: str) -> torch.Tensor:
+        """Cut the streams that are neither whole for good nor this rank's rows already."""
+        here = {name: self.held(name) for name in where.local}
+        known = {name: self.known.get(name) for name in where.streams}
+        sizes = [here[n][1] - here[n][0] if n in here else known[n] for n in where.streams]
+        unknown = [name for name, size in zip(where.streams, sizes, strict=True) if size is None]
+        rest = x.shape[dim] - sum(size for size in sizes if size is not None)
+        if len(unknown) == 1 and rest >= 0:
+            self.tell(unknown[0], rest, who)
+            sizes = [rest if size is None else size for size in sizes]
+        elif unknown or rest:
+            found = " + ".join(f"{name} {size}" for name, size in zip(where.streams, sizes, strict=True))
+            raise LayoutError(f"{who} has length {x.shape[dim]}, but its streams are {found} ({where!r})")
+        parts, position = [], 0
+        for name, size in zip(where.streams, sizes, strict=True):
+            assert size is not None
+            kept = name in where.local or name in where.whole
+            start, stop = (0, size) if kept else self.held(name)
+            parts.append(x.narrow(dim, position + start, stop - start))
+            position += size
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def _unfold(x: torch.Tensor, dim: int, layout: SequenceLayout, who: str) -> torch.Tensor:
+        """``[..., n * S, ...]`` as ``[..., n, S, ...]``."""
+        if not layout.length or x.shape[dim] % layout.length:
+            raise LayoutError(
+                f"{who} has length {x.shape[dim]} along dim {dim}; needed: a multiple of {layout.length}, the length of its "
+                "streams, as the plan takes it for several sequences end to end"
+            )
+        return x.unflatten(dim, (-1, layout.length))
 
     def count(self, value: Any, where: StreamCount, who: str) -> int:
         """How many rows of the streams this rank holds, for an argument that says how many there are in all.
 
+        Where nothing has told the length of a single stream yet, the argument tells it. For a count of leading rows:
+        how many of those this rank holds.
+
         Raises:
             LayoutError: the argument is not the length of the streams.
         """
+        if where.leading:
+            return self._count_leading(value, where, who)
+        if len(where.streams) == 1 and isinstance(value, int) and not isinstance(value, bool):
+            self.tell(where.streams[0], value, who)
         layout = self.layout(where.streams, who)
         if isinstance(value, bool) or not isinstance(value, int) or value != layout.length:
             raise LayoutError(f"{who} is {value!r}; the plan takes it for the length of {where.streams}, {layout.length}")
         return total(layout.held(self.context.ring_rank, self.context.ulysses_rank))
+
+    def _count_leading(self, value: Any, where: StreamCount, who: str) -> int:
+        layout = self.layout(where.streams, who)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layout.length:
+            raise LayoutError(
+                f"{who} is {value!r}; the plan takes it for a number of leading rows of {where.streams}, which has "
+                f"{layout.length}"
+            )
+        held = layout.held(self.context.ring_rank, self.context.ulysses_rank)
+        return sum(max(0, min(stop, value) - start) for start, stop in held)
 
     def gather(self, x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
         """The whole tensor, on every rank, from every rank's part. Gradients are summed over ranks."""
         dim = self._check(x, where, who)
         if dim is None:
             return x
+        if where.whole:
+            return self._each_stream(x, dim, where, who, self.gather)
         x = self.trim(x, where, who)
         layout = self.layout(where.streams, who)
         lengths = layout.local_lengths(self.context.ring_rank, self.context.ulysses_rank)
@@ -117,6 +196,8 @@ class StreamLengths:
         dim = self._check(x, where, who)
         if dim is None:
             return x
+        if where.whole:
+            return self._each_stream(x, dim, where, who, self.trim)
         layout, context = self.layout(where.streams, who), self.context
         held = layout.held(context.ring_rank, context.ulysses_rank)
         real = layout.real(context.ring_rank, context.ulysses_rank)
@@ -130,6 +211,29 @@ class StreamLengths:
                 "tensor holds there, in order"
             )
         return x if real is None else select(x, dim, real)
+
+    def _each_stream(
+        self,
+        x: torch.Tensor,
+        dim: int,
+        where: StreamDim,
+        who: str,
+        function: Callable[[torch.Tensor, StreamDim, str], torch.Tensor],
+    ) -> torch.Tensor:
+        """``function`` of each stream on its own, but for those that are whole."""
+        self.layout(where.streams, who)
+        sizes = []
+        for name in where.streams:
+            start, stop = (0, self.known[name]) if name in where.whole else self.held(name)
+            sizes.append(stop - start)
+        if sum(sizes) != x.shape[dim]:
+            parts = " + ".join(f"{name} {size}" for name, size in zip(where.streams, sizes, strict=True))
+            raise LayoutError(f"{who} has {x.shape[dim]} rows along dim {dim}, but the plan gives it {parts} ({where!r})")
+        pieces = zip(where.streams, x.split(sizes, dim), strict=True)
+        done = [
+            piece if name in where.whole else function(piece, StreamDim(dim, (name,)), who) for name, piece in pieces
+        ]
+        return torch.cat(done, dim)
 
     def _gather_stream(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         context = self.context
@@ -166,8 +270,10 @@ class StreamLengths:
 
     def _check(self, x: torch.Tensor, where: StreamDim, who: str) -> int | None:
         """The dimension to cut, or None where the plan says that a tensor of this rank stays whole."""
-        if where.when_ndim is not None and x.ndim != where.when_ndim:
-            return None
+        if where.when_ndim is not None:
+            ranks = where.when_ndim if isinstance(where.when_ndim, tuple) else (where.when_ndim,)
+            if x.ndim not in ranks:
+                return None
         if not -x.ndim <= where.dim < x.ndim or (where.ndim is not None and x.ndim != where.ndim):
             need = f"{where.ndim} dimensions" if where.ndim is not None else f"a dimension {where.dim}"
             raise InputError(
@@ -177,8 +283,10 @@ class StreamLengths:
         return where.dim % x.ndim
 
     def _learn(self, length: int, where: StreamDim, who: str) -> None:
-        length = int(length)
+        length = operator.index(length)
         if len(where.streams) == 1:
+            if where.anew:
+                self.known.pop(where.streams[0], None)
             self.tell(where.streams[0], length, who)
             return
         unknown = [stream for stream in where.streams if stream not in self.known]

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _compat
 from .agreement import check_agreement, check_outputs
+from .attachments import Attachment, Caches, attach_all
 from .errors import PlanError
+from .layout import map_tensors
 from .mesh import ContextMesh, context_mesh
 from .models import plan_for
 from .plan import Plan, clean_path
@@ -20,6 +22,7 @@ from .placements import StreamDim
 from .styles import (
     ContextParallelAttention,
     GatherOutputs,
+    LinearAttention,
     LocalAttention,
     MeshcpStyle,
     Runtime,
@@ -43,6 +46,8 @@ class Handle:
         self.model, self.mesh, self.plan, self.context = model, mesh, plan, context
         self._runtime = runtime
         self._undo: list[Undo] = []
+        self._attachments: list[Attachment] = []
+        self._caches: Caches | None = None
 
     def __repr__(self) -> str:
         state = "" if self._undo else ", removed"
@@ -120,7 +125,20 @@ def parallelize(
         Whatever is raised, the model is left untouched.
     """
     _check_model(model)
-    context = context_mesh(mesh)
+    return attach(model, mesh, context_mesh(mesh), plan, check_inputs=check_inputs, gather=gather)
+
+
+def attach(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    context: ContextMesh,
+    plan: Plan | None,
+    *,
+    check_inputs: bool = True,
+    gather: bool = True,
+) -> Handle:
+    """:func:`parallelize`, with the process groups of ``context`` in the place of those of ``mesh``."""
+    _check_model(model)
     if plan is None:
         plan = plan_for(model)
     elif not isinstance(plan, Plan):
@@ -130,9 +148,15 @@ def parallelize(
     runtime = Runtime(context)
     matches = plan.match(model)
     if not gather:
+        trimmed = [isinstance(style, GatherOutputs) and not style.inner for _, _, style in matches]
+        if not any(trimmed):
+            raise PlanError(
+                f"gather=False leaves outputs sharded, but {type(model).__name__} itself goes on with the whole "
+                "sequence (it puts patches together, for one), so its outputs are whole on every rank; leave gather=True"
+            )
         matches = [
-            (path, module, TrimOutputs(*style.outputs) if isinstance(style, GatherOutputs) else style)
-            for path, module, style in matches
+            (path, module, TrimOutputs(*style.outputs) if trim and isinstance(style, GatherOutputs) else style)
+            for trim, (path, module, style) in zip(trimmed, matches, strict=True)
         ]
     for path, module, style in matches:
         if not isinstance(style, MeshcpStyle):
@@ -144,9 +168,12 @@ def parallelize(
     _check_coverage(model, plan, matches)
     handle = Handle(model, mesh, plan, context, runtime)
     try:
+        handle._undo.append(_compat.separate_compile_caches(context.ring_group, context.ulysses_group))
         _attach_model(model, handle, check_inputs, gather)
-        for path, module, style in matches:
-            handle._undo.append(style.attach(module, path, runtime))
+        handle._attachments += attach_all(model, matches, runtime, handle._undo)
+        handle._caches = Caches(model, handle._attachments, runtime, gather)
+        handle._undo.append(handle._caches.undo)
+        handle._caches.check()
     except BaseException:
         handle.remove()
         raise
@@ -170,13 +197,13 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_coverage(model: nn.Module, plan: Plan, matches: list[tuple[str, nn.Module, Any]]) -> None:
-    covered = {id(module) for _, module, style in matches if isinstance(style, ContextParallelAttention | LocalAttention)}
+    covered = {id(module) for _, module, style in matches if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)}
     missed = []
     for name, module in model.named_modules():
         if _compat.is_attention(module) and not any(id(inner) in covered for inner in module.modules()):
             missed.append(clean_path(name))
     # A module inside a covered one runs under its cover.
-    covered_paths = [path for path, _, style in matches if isinstance(style, ContextParallelAttention | LocalAttention)]
+    covered_paths = [path for path, _, style in matches if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)]
     missed = [path for path in missed if not any(path.startswith(f"{outer}.") for outer in covered_paths)]
     if missed:
         shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
@@ -196,9 +223,14 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal first
+        runtime.running = True
         runtime.lengths.begin()
         if torch.compiler.is_compiling():
             return
+        for attachment in handle._attachments:
+            attachment.refresh(runtime)
+        if handle._caches is not None:
+            handle._caches.check()
         while watching:
             watching.pop().__exit__(None, None, None)
         if first:
@@ -209,7 +241,17 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
             watching.append(watch)
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
+        runtime.running = False
         runtime.lengths.end()
+        if torch.is_grad_enabled() and output is not None and not torch.compiler.is_compiling():
+            # With activation checkpointing the backward pass runs attention again, perhaps after another forward pass
+            # with other lengths. It comes through the outputs first.
+            resume = runtime.lengths.resume_later()
+            map_tensors(
+                dict(output) if isinstance(output, dict) else output,
+                lambda x, _: x.register_hook(lambda grad: resume()) if x.requires_grad else None,
+                "output",
+            )
         if watching and not torch.compiler.is_compiling():
             while watching:
                 watching.pop().__exit__(None, None, None)

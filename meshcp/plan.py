@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -23,7 +25,8 @@ class Plan:
 
     Attributes:
         entries: ``(path, styles)`` pairs. A path is made of names joined by dots; ``*`` matches one name, ``""`` is
-            the model itself, a negative index counts from the end of a list (``"blocks.-1"``).
+            the model itself, a negative index counts from the end of a list (``"blocks.-1"``), and a slice takes a part
+            of it; its bounds may be entries of the model's config (``"blocks.[:-num_decoder_layers]"``).
         classes: names of the model classes that the plan is for.
         optional: paths that may match nothing (modules that only some configurations have).
         notes: what the plan does not cover, in a sentence, for the table of models.
@@ -87,12 +90,14 @@ class Plan:
             PlanError: a path that matches no module.
         """
         modules = {clean_path(name): module for name, module in model.named_modules()}
+        config = getattr(model, "config", {})
         found = []
-        for pattern, styles in self.entries:
+        for entry, styles in self.entries:
+            pattern = _fill(entry, config)
             paths = list(_matching(pattern, modules))
-            if not paths and pattern not in self.optional and not _empty_list(pattern, modules):
+            if not paths and entry not in self.optional and not _empty_list(pattern, modules):
                 raise PlanError(
-                    f"plan entry {pattern!r} matches no module of {type(model).__name__}. "
+                    f"plan entry {entry!r} matches no module of {type(model).__name__}. "
                     f"{_nearest(pattern, modules)} Correct the path, or list it as optional if only some "
                     "configurations of the model have it"
                 )
@@ -105,15 +110,43 @@ def clean_path(path: str) -> str:
     return ".".join(atom for atom in path.split(".") if atom not in _WRAPPERS)
 
 
+def _fill(pattern: str, config: Mapping[str, Any]) -> str:
+    """The pattern with the entries of the config that its slices name as numbers."""
+
+    def number(match: re.Match[str]) -> str:
+        value = config.get(match[0]) if hasattr(config, "get") else None
+        if not isinstance(value, int):
+            raise PlanError(f"plan entry {pattern!r} needs {match[0]!r} of the model's config, which is {value!r}")
+        return str(value)
+
+    return re.sub(r"\[[^].]*\]", lambda slice_: re.sub(r"[a-z_]\w*", number, slice_[0]), pattern)
+
+
 def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     atoms = pattern.split(".")
     for path in modules:
         names = path.split(".")
         if len(names) == len(atoms) and all(
-            fnmatchcase(name, _resolve(atom, ".".join(names[:position]), modules))
+            _fits(name, atom, ".".join(names[:position]), modules)
             for position, (name, atom) in enumerate(zip(names, atoms, strict=True))
         ):
             yield path
+
+
+def _fits(name: str, atom: str, parent: str, modules: Mapping[str, nn.Module]) -> bool:
+    if not (atom.startswith("[") and atom.endswith("]")):
+        return fnmatchcase(name, _resolve(atom, parent, modules))
+    if not name.isdigit() or parent not in modules:
+        return False
+    length = len(list(modules[parent].children()))
+    start, colon, stop = atom[1:-1].partition(":")
+
+    def bound(text: str, default: int) -> int:
+        # "-0" is the end of the list, as a config may say that there are none of the last ones.
+        return default if not text else length - int(text[1:]) if text.startswith("-") else int(text)
+
+    first = bound(start, 0)
+    return first <= int(name) < (bound(stop, length) if colon else first + 1)
 
 
 def _resolve(atom: str, parent: str, modules: Mapping[str, nn.Module]) -> str:

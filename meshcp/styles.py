@@ -9,7 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -23,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from . import _compat
 from .attention.distributed import CallPlan, LocalKernel, check_rows, sdpa
 from .attention.kernels import AUTOMATIC, choose_kernel
-from .errors import AttentionError, InputError, PlanError
+from .collectives import sum_over
+from .errors import AttentionError, InputError, LayoutError, PlanError
 from .layout import StreamLengths, map_tensors
 from .mesh import ContextMesh
-from .placements import StreamCount, StreamDim
+from .placements import SequenceLayout, StreamCount, StreamDim, StreamGrid, StreamParts, select, total
 
 Undo = Callable[[], None]
 
@@ -38,8 +42,53 @@ class Runtime:
         self.context = context
         self.lengths = StreamLengths(context)
         self.backend = _compat.register_attention_backend()
+        self.running = False
         self.inside = 0
         self.plans: dict[tuple[Any, ...], CallPlan] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether a module that runs now does so for another model, or for itself.
+
+        Z-Image's ControlNet shares modules with its transformer; either may be parallel without the other. A part that
+        the backward pass computes anew (activation checkpointing) belongs to the model that it is a part of.
+        """
+        return not self.running and not _compat.in_backward()
+
+
+def _before(module: nn.Module, path: str, runtime: Runtime, hook: Callable[..., Any]) -> Undo:
+    """Call ``hook(module, args, kwargs)`` before the module's forward, while the model runs that it is a part of."""
+    if not path:
+        # torch.compile runs the hooks of the module that it is given outside of its graph, as graphs of their own.
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+            return original(*args, **kwargs)
+
+        return _wrap_forward(module, run)
+
+    def guarded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if runtime.idle else hook(module, args, kwargs)
+
+    return module.register_forward_pre_hook(guarded, with_kwargs=True).remove
+
+
+def _after(module: nn.Module, path: str, runtime: Runtime, hook: Callable[..., Any]) -> Undo:
+    """Call ``hook(module, args, output)`` after the module's forward, while the model runs that it is a part of."""
+    if not path:
+
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            changed = hook(module, args, output)
+            return output if changed is None else changed
+
+        return _wrap_forward(module, run)
+
+    def guarded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return None if runtime.idle else hook(module, args, output)
+
+    return module.register_forward_hook(guarded).remove
 
 
 class MeshcpStyle(ParallelStyle):
@@ -68,8 +117,17 @@ class MeshcpStyle(ParallelStyle):
 
 def _parameters(module: nn.Module) -> list[str]:
     """Names of the arguments of ``forward``, as the class declares it."""
+    # PEFT's layers stand for the layer that they wrap.
+    while isinstance(module.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
+        module = module.base_layer  # type: ignore[assignment]
     signature = inspect.signature(type(module).forward)
     return [name for name in signature.parameters if name != "self"]
+
+
+def _takes_any(module: nn.Module) -> bool:
+    """Whether ``forward`` swallows arguments that it does not name."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _named(path: str) -> str:
@@ -82,14 +140,16 @@ class ShardInputs(MeshcpStyle):
 
     ``ShardInputs(hidden_states=seq(1, "image"), controlnet_block_samples=seq(1, "image", optional=True))``: the names
     are those of the arguments of ``forward``, passed by position or by name. An argument that is a tuple, list or dict
-    of tensors has each of them cut alike; one that counts tokens is declared as ``count("text")``. No communication: every rank holds the whole input.
+    of tensors has each of them cut alike, or is said part by part with ``parts(seq(...), seq(...))``; one that counts
+    tokens is declared as ``count("text")``, one that holds the size of a grid of tokens as ``grid("video", ...)``. No
+    communication: every rank holds the whole input.
     """
 
-    inputs: tuple[tuple[str, StreamDim | StreamCount], ...]
+    inputs: tuple[tuple[str, StreamDim | StreamCount | StreamParts | StreamGrid], ...]
 
-    def __init__(self, **inputs: StreamDim | StreamCount) -> None:
+    def __init__(self, **inputs: StreamDim | StreamCount | StreamParts | StreamGrid) -> None:
         for name, where in inputs.items():
-            if not isinstance(where, StreamDim | StreamCount):
+            if not isinstance(where, StreamDim | StreamCount | StreamParts | StreamGrid):
                 raise PlanError(f'ShardInputs({name}={where!r}): needed: seq(dim, "stream"), such as seq(1, "image")')
         object.__setattr__(self, "inputs", tuple(inputs.items()))
 
@@ -102,8 +162,9 @@ class ShardInputs(MeshcpStyle):
 
     def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
         names = _parameters(module)
-        for name, _ in self.inputs:
-            if name not in names:
+        for name, where in self.inputs:
+            may_lack = isinstance(where, StreamDim) and where.if_taken
+            if name not in names and not may_lack and not (where.optional and _takes_any(module)):
                 close = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise PlanError(
@@ -113,9 +174,10 @@ class ShardInputs(MeshcpStyle):
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         names = _parameters(module)
-        # One-stream inputs tell lengths that inputs of several streams are cut by.
-        order = sorted(self.inputs, key=lambda item: (isinstance(item[1], StreamCount), len(item[1].streams) > 1))
-        places = [(name, names.index(name), where) for name, where in order]
+        # Inputs of one stream, and counts of one, tell lengths that those of several streams are cut by.
+        order = sorted(self.inputs, key=lambda item: (len(item[1].streams) > 1, isinstance(item[1], StreamCount)))
+        # An optional input may be one that only some block classes declare, while the others swallow it in **kwargs.
+        places = [(name, names.index(name), where) for name, where in order if name in names]
         lengths = runtime.lengths
 
         def shard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,7 +189,12 @@ class ShardInputs(MeshcpStyle):
                     value = new_args[position]
                 else:
                     value = None
+                if value is None and isinstance(where, StreamCount):
+                    value = where.default
                 if value is None:
+                    if isinstance(where, StreamDim) and where.empty:
+                        lengths.tell(where.streams[0], 0, f"input {name!r} of {_named(path)}, which is left out,")
+                        continue
                     if where.optional:
                         continue
                     raise InputError(
@@ -137,15 +204,45 @@ class ShardInputs(MeshcpStyle):
                 who = f"input {name!r} of {_named(path)}"
                 if isinstance(where, StreamCount):
                     value = lengths.count(value, where, who)
+                elif isinstance(where, StreamParts):
+                    value = _shard_parts(value, where, lengths, who)
+                elif isinstance(where, StreamGrid):
+                    lengths.tell(where.stream, _grid_size(value, where, who), who)
                 else:
                     value = map_tensors(value, lambda x, at, where=where: lengths.shard(x, where, at), who)
-                if name in new_kwargs:
-                    new_kwargs[name] = value
-                else:
+                if position < len(new_args):
                     new_args[position] = value
+                else:
+                    new_kwargs[name] = value
             return tuple(new_args), new_kwargs
 
-        return module.register_forward_pre_hook(shard, with_kwargs=True).remove
+        return _before(module, path, runtime, shard)
+
+
+def _grid_size(value: Any, where: StreamGrid, who: str) -> int:
+    """The number of tokens of a grid."""
+    item = value
+    try:
+        for index in where.at:
+            item = item[index]
+        return math.prod(operator.index(size) for size in item)
+    except (IndexError, KeyError, TypeError):
+        raise InputError(f"{who} is {value!r}; the plan needs sizes of a grid in it ({where!r})") from None
+
+
+def _shard_parts(value: Any, where: StreamParts, lengths: StreamLengths, who: str) -> Any:
+    if not isinstance(value, tuple | list) or len(value) != len(where.parts):
+        found = f"{len(value)} parts" if isinstance(value, tuple | list) else type(value).__name__
+        raise InputError(
+            f"{who} has {found}; the plan says {where!r}. Pass a tuple of {len(where.parts)}, or correct the plan"
+        )
+    new = list(value)
+    for index, part in enumerate(where.parts):
+        if part is not None and (value[index] is not None or not part.optional):
+            new[index] = map_tensors(
+                value[index], lambda x, at, part=part: lengths.shard(x, part, at), f"{who} [{index}]"
+            )
+    return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
 def _on_outputs(
@@ -213,7 +310,7 @@ class ShardOutputs(MeshcpStyle):
         def shard(_: nn.Module, args: Any, output: Any) -> Any:
             return _on_outputs(output, self.outputs, path, runtime.lengths.shard)
 
-        return module.register_forward_hook(shard).remove
+        return _after(module, path, runtime, shard)
 
 
 @dataclass(frozen=True, init=False)
@@ -221,23 +318,64 @@ class GatherOutputs(MeshcpStyle):
     """Make outputs of a module whole again on every rank, by position: ``GatherOutputs(seq(1, "image"))``.
 
     One all-gather a stream over each context axis of degree above 1. The gradient is the sum over ranks (see
-    :mod:`meshcp.gradients` for the contract).
+    :mod:`meshcp.gradients` for the contract). ``inner=True``: the model itself goes on with the whole sequence (it cuts
+    it, or combines it with a tensor that is whole), so ``parallelize(gather=False)`` leaves this one as it is.
     """
 
     outputs: tuple[StreamDim | None, ...]
+    inner: bool = False
 
-    def __init__(self, *outputs: StreamDim | None) -> None:
+    def __init__(self, *outputs: StreamDim | None, inner: bool = False) -> None:
         _check_outputs("GatherOutputs", outputs)
         object.__setattr__(self, "outputs", outputs)
+        object.__setattr__(self, "inner", inner)
 
     def __repr__(self) -> str:
-        return f"GatherOutputs({', '.join(map(repr, self.outputs))})"
+        return f"GatherOutputs({', '.join([*map(repr, self.outputs)] + ['inner=True'] * self.inner)})"
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         def gather(_: nn.Module, args: Any, output: Any) -> Any:
             return _on_outputs(output, self.outputs, path, runtime.lengths.gather)
 
-        return module.register_forward_hook(gather).remove
+        return _after(module, path, runtime, gather)
+
+
+@dataclass(frozen=True, init=False)
+class GatherInputs(ShardInputs):
+    """Make inputs of a module whole on every rank: ``GatherInputs(hidden_states=seq(1, "video"))``.
+
+    For a small module that needs the whole sequence in the middle of sharded ones; ``ShardOutputs`` at the same module
+    cuts what comes out. One all-gather a stream; the module's own work is done on every rank. The gradient is the sum
+    over ranks.
+    """
+
+    def __init__(self, **inputs: StreamDim) -> None:
+        if not inputs or not all(isinstance(where, StreamDim) for where in inputs.values()):
+            raise PlanError(f'GatherInputs({inputs}): needed: seq(dim, "stream") for each, such as seq(1, "image")')
+        object.__setattr__(self, "inputs", tuple(inputs.items()))
+
+    def __repr__(self) -> str:
+        return f"GatherInputs({', '.join(f'{name}={where!r}' for name, where in self.inputs)})"
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        names = _parameters(module)
+
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            new_args, new_kwargs = list(args), dict(kwargs)
+            for name, where in self.inputs:
+                assert isinstance(where, StreamDim)
+                position, who = names.index(name), f"input {name!r} of {_named(path)}"
+                value = new_kwargs[name] if name in new_kwargs else dict(enumerate(args)).get(position)
+                if value is None and not where.optional:
+                    raise InputError(f"{who} is missing or None, and the plan gathers it as {where!r}; pass it")
+                value = map_tensors(value, lambda x, at, where=where: runtime.lengths.gather(x, where, at), who)
+                if name in new_kwargs:
+                    new_kwargs[name] = value
+                elif value is not None:
+                    new_args[position] = value
+            return tuple(new_args), new_kwargs
+
+        return _before(module, path, runtime, gather)
 
 
 @dataclass(frozen=True, init=False)
@@ -249,7 +387,7 @@ class TrimOutputs(GatherOutputs):
         def trim(_: nn.Module, args: Any, output: Any) -> Any:
             return _on_outputs(output, self.outputs, path, runtime.lengths.trim)
 
-        return module.register_forward_hook(trim).remove
+        return _after(module, path, runtime, trim)
 
 
 @dataclass(frozen=True)
@@ -261,7 +399,18 @@ class LocalAttention(MeshcpStyle):
     """
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        text, names = "encoder_hidden_states", _parameters(module)
+        # Without a text, Diffusers' cross-attention attends to its own tokens.
+        place = names.index(text) if text in names and getattr(module, "is_cross_attention", False) else None
+
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if runtime.idle:
+                return original(*args, **kwargs)
+            if place is not None and (args[place] if place < len(args) else kwargs.get(text)) is None:
+                raise AttentionError(
+                    f"{_named(path)} is a cross-attention that got no {text}, so that its keys are its own tokens, of which "
+                    "this rank has a part; the plan says LocalAttention(). Pass the text to the model"
+                )
             runtime.inside += 1
             try:
                 return original(*args, **kwargs)
@@ -269,6 +418,150 @@ class LocalAttention(MeshcpStyle):
                 runtime.inside -= 1
 
         return _wrap_forward(module, run)
+
+
+@dataclass(frozen=True)
+class CarryStream(MeshcpStyle):
+    """An object that one forward pass returns and later ones take, in which each rank keeps its own rows of a stream.
+
+    ``CarryStream("kv_cache", made_from="ref", holds="cached")``, a cache of keys and values: the object that the model
+    returns holds the rows of stream ``made_from``; where it is passed as argument ``name``, stream ``holds`` is as
+    long, and empty where it is not.
+    """
+
+    name: str
+    made_from: str
+    holds: str
+
+    @property
+    def named_streams(self) -> tuple[str, ...]:
+        return (self.holds,)
+
+    def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
+        names = _parameters(module)
+        if self.name not in names:
+            raise PlanError(f"{self!r} on {_named(path)}, whose forward takes {', '.join(names)}; correct the name")
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        position, lengths = _parameters(module).index(self.name), runtime.lengths
+        carried: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        who = f"input {self.name!r} of {_named(path)}"
+
+        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            value = args[position] if position < len(args) else kwargs.get(self.name)
+            if value is not None and value not in carried:
+                raise InputError(
+                    f"{who} is a {type(value).__name__} that another model made; needed: one that this parallel model "
+                    "returned, in which each rank has its own rows. Make it anew with this model"
+                )
+            lengths.tell(self.holds, 0 if value is None else carried[value], who)
+
+        def keep(_: nn.Module, args: Any, output: Any) -> None:
+            parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+            for part in parts:
+                if part is not None and not isinstance(part, torch.Tensor | tuple | list | dict):
+                    carried[part] = lengths.known[self.made_from]
+
+        before, after = _before(module, path, runtime, take), _after(module, path, runtime, keep)
+
+        def undo() -> None:
+            before()
+            after()
+
+        return undo
+
+
+@dataclass(frozen=True, init=False)
+class RefuseInputs(MeshcpStyle):
+    """Inputs that must be left out, and why: ``RefuseInputs(sparse_params="the block mask is chosen from ...")``.
+
+    For what a model can do that its plan does not cover and that would be wrong on a sharded sequence.
+    """
+
+    reasons: tuple[tuple[str, str], ...]
+
+    def __init__(self, **reasons: str) -> None:
+        object.__setattr__(self, "reasons", tuple(reasons.items()))
+
+    def __repr__(self) -> str:
+        return f"RefuseInputs({', '.join(f'{name}={reason!r}' for name, reason in self.reasons)})"
+
+    def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
+        names = _parameters(module)
+        for name, _ in self.reasons:
+            if name not in names:
+                raise PlanError(
+                    f"RefuseInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward takes "
+                    f"{', '.join(names)}; correct the name in the plan"
+                )
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        names = _parameters(module)
+        places = [(name, names.index(name), reason) for name, reason in self.reasons]
+
+        def refuse(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for name, position, reason in places:
+                if (args[position] if position < len(args) else kwargs.get(name)) is not None:
+                    raise InputError(f"input {name!r} of {_named(path)} is not covered by the plan: {reason}")
+
+        return _before(module, path, runtime, refuse)
+
+
+@dataclass(frozen=True, init=False)
+class GatherStores(MeshcpStyle):
+    """What a module keeps for later in a cache that it is given, made whole: ``GatherStores(kv_cache=seq(1, "image"))``.
+
+    The argument is an object with a method ``store``, which takes keys and values; another forward pass reads them, over
+    streams of other lengths: see ``whole`` of :class:`ContextParallelAttention`. One all-gather a tensor.
+    """
+
+    caches: tuple[tuple[str, StreamDim], ...]
+
+    def __init__(self, **caches: StreamDim) -> None:
+        _check_outputs("GatherStores", tuple(caches.values()))
+        object.__setattr__(self, "caches", tuple(caches.items()))
+
+    def __repr__(self) -> str:
+        return f"GatherStores({', '.join(f'{name}={where!r}' for name, where in self.caches)})"
+
+    def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
+        names = _parameters(module)
+        for name, _ in self.caches:
+            if name not in names:
+                raise PlanError(
+                    f"GatherStores names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward takes "
+                    f"{', '.join(names)}; correct the name in the plan"
+                )
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        names = _parameters(module)
+        places = [(name, names.index(name), where) for name, where in self.caches]
+
+        def wrap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            new_args, new_kwargs = list(args), dict(kwargs)
+            for name, position, where in places:
+                values: Any = new_kwargs if name in new_kwargs else new_args
+                key = name if name in new_kwargs else position
+                if name in new_kwargs or position < len(new_args):
+                    if values[key] is not None:
+                        who = f"what {_named(path)} stores in {name!r}"
+                        values[key] = _GatheringCache(values[key], where, runtime.lengths, who)
+            return tuple(new_args), new_kwargs
+
+        return _before(module, path, runtime, wrap)
+
+
+class _GatheringCache:
+    """A cache whose ``store`` gathers first; all else is the cache's own."""
+
+    def __init__(self, cache: Any, where: StreamDim, lengths: StreamLengths, who: str) -> None:
+        self._cache, self._where, self._lengths, self._who = cache, where, lengths, who
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def store(self, *tensors: torch.Tensor) -> Any:
+        return self._cache.store(*(self._lengths.gather(x, self._where, self._who) for x in tensors))
 
 
 @dataclass(frozen=True, init=False)
@@ -281,17 +574,51 @@ class ContextParallelAttention(MeshcpStyle):
             between sharded sequences, ``"replicated"`` when every rank holds them whole.
         then: what covers further attention calls of the same module, such as those of an IP-Adapter;
             :class:`LocalAttention` or another ``ContextParallelAttention``. None: a second call is an error.
+        key_masks: for processors that build the mask themselves out of the mask of one stream and ones for the local
+            length of another: the keyword argument of the module that is the boolean mask ``[B, stream]`` of a whole
+            stream, and the stream. The processor gets None in its place, the attention the mask of all keys.
+        per_sample: the processor makes one attention call for each sample of the batch, over the valid rows of that
+            sample only. It gets a mask by which every row of this rank is valid in the place of the key mask, and its
+            call i the key mask of sample i: rows that are not valid are computed, but nobody attends to them.
+        mask_needed: the processor cannot do without a key mask. It gets one by which every row of this rank is valid,
+            and the mask that it makes of it, for the rank's own rows and keys, is put aside.
+        mask: for processors that pad the mask to the local length or repeat it for every head: the keyword argument of
+            the module that is the mask of the whole sequence. The processor gets None in its place.
+        mask_streams: the streams that the keys of ``mask`` are the concatenation of, where they are not those of the
+            attention: it gets the columns of its own keys.
+        may_skip: the processor may make no call at all (guidance that passes the values on in the place of attention):
+            then nothing passes between tokens.
+        whole: name of a stream that is whole on every rank (a prompt, condition images, what a cache keeps of earlier
+            steps) and whose keys stand in front of the others. A call that sees no other keys is local.
+        native_only: with some attention backends the model does otherwise (a window of the kernel in the place of a
+            mask), which the plan does not cover: any but Diffusers' own choice is refused.
     """
 
     streams: tuple[str, ...]
     kv: tuple[str, ...] | Literal["replicated"] | None = None
     then: LocalAttention | ContextParallelAttention | None = None
+    key_masks: tuple[tuple[str, str], ...] = ()
+    per_sample: bool = False
+    mask_needed: bool = False
+    mask: str | None = None
+    may_skip: bool = False
+    whole: str | None = None
+    native_only: bool = False
+    mask_streams: tuple[str, ...] = ()
 
     def __init__(
         self,
         streams: Sequence[str],
         kv: Sequence[str] | Literal["replicated"] | None = None,
         then: LocalAttention | ContextParallelAttention | None = None,
+        key_masks: Mapping[str, str] | None = None,
+        per_sample: bool = False,
+        mask_needed: bool = False,
+        mask: str | None = None,
+        may_skip: bool = False,
+        whole: str | None = None,
+        native_only: bool = False,
+        mask_streams: Sequence[str] = (),
     ) -> None:
         if isinstance(streams, str) or not streams:
             raise PlanError(f'ContextParallelAttention(streams={streams!r}): needed: a tuple of names, such as ("text", "image")')
@@ -299,13 +626,45 @@ class ContextParallelAttention(MeshcpStyle):
         set_(self, "streams", tuple(streams))
         set_(self, "kv", kv if kv is None or kv == "replicated" else tuple(kv))
         set_(self, "then", then)
+        set_(self, "key_masks", tuple((key_masks or {}).items()))
+        set_(self, "per_sample", per_sample)
+        set_(self, "mask_needed", mask_needed)
+        set_(self, "mask", mask)
+        set_(self, "may_skip", may_skip)
+        set_(self, "whole", whole)
+        set_(self, "native_only", native_only)
+        set_(self, "mask_streams", tuple(mask_streams))
 
     def __repr__(self) -> str:
         parts = [f"streams={self.streams}"]
         parts += [f"{name}={value!r}" for name, value in (("kv", self.kv), ("then", self.then)) if value is not None]
+        parts += [f"key_masks={dict(self.key_masks)}"] * bool(self.key_masks)
+        parts += ["per_sample=True"] * self.per_sample + ["mask_needed=True"] * self.mask_needed
+        parts += [f"mask={self.mask!r}"] * bool(self.mask) + ["may_skip=True"] * self.may_skip
+        parts += [f"whole={self.whole!r}"] * bool(self.whole) + ["native_only=True"] * self.native_only
+        parts += [f"mask_streams={self.mask_streams}"] * bool(self.mask_streams)
         return f"ContextParallelAttention({', '.join(parts)})"
 
     def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
+        takes = {*_parameters(module), *inspect.signature(type(_owner(module)).__call__).parameters}
+        for name, stream in self.key_masks:
+            if name not in takes or stream not in (self.kv or self.streams):
+                raise PlanError(
+                    f"{self!r} on {_named(path)}: needed: an argument that {type(_owner(module)).__name__} takes "
+                    f"({', '.join(sorted(takes - {'self'}))}) and one of the streams {self.kv or self.streams}"
+                )
+        if self.mask is not None and (self.mask not in takes or self.key_masks):
+            raise PlanError(
+                f"{self!r} on {_named(path)}: needed: as mask an argument that {type(_owner(module)).__name__} takes "
+                f"({', '.join(sorted(takes - {'self'}))}), and no key_masks beside it"
+            )
+        if self.mask_streams and not (self.mask and {*(self.kv or self.streams)} <= {*self.mask_streams}):
+            raise PlanError(
+                f"{self!r} on {_named(path)}: mask_streams needs mask, and the streams {self.kv or self.streams} among its own"
+            )
+        if self.whole is not None and self.kv == "replicated":
+            raise PlanError(f'{self!r} on {_named(path)}: kv="replicated" says that all keys are whole; leave whole out')
+        _check_native_only(self, _compat.chosen_backend(_owner(module)), path)
         if runtime.context.ring > 1 and self.kv != "replicated":
             backend = _compat.chosen_backend(_owner(module))
             if backend not in AUTOMATIC:
@@ -317,6 +676,14 @@ class ContextParallelAttention(MeshcpStyle):
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         return _wrap_forward(module, AttentionSite(module, path, self, runtime).run)
+
+
+def _check_native_only(style: ContextParallelAttention, backend: str, path: str) -> None:
+    if style.native_only and backend not in AUTOMATIC:
+        raise AttentionError(
+            f"{_named(path)} has the attention backend {backend!r}, with which this model masks otherwise than the plan "
+            "covers; needed: Diffusers' own choice (model.reset_attention_backend())"
+        )
 
 
 def _owner(module: nn.Module) -> object:
@@ -331,16 +698,28 @@ class AttentionSite:
     def __init__(self, module: nn.Module, path: str, style: ContextParallelAttention, runtime: Runtime) -> None:
         self.module, self.path, self.style, self.runtime = module, path, style, runtime
         self.calls = 0
+        self.key_masks: dict[str, torch.Tensor] = {}
+        self.mask: torch.Tensor | None = None
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, with its attention calls coming here."""
         runtime, owner = self.runtime, _owner(self.module)
+        if runtime.idle:
+            return original(*args, **kwargs)
         self.calls = 0
+        for name, stream in self.style.key_masks:
+            if kwargs.get(name) is not None:
+                self.key_masks[stream] = kwargs[name]
+                needed = self.style.per_sample or self.style.mask_needed
+                kwargs[name] = self._all_valid(kwargs[name], stream) if needed else None
+        if self.style.mask is not None and kwargs.get(self.style.mask) is not None:
+            self.mask, kwargs[self.style.mask] = kwargs[self.style.mask], None
         runtime.inside += 1
         try:
             if _compat.has_attention_seam(owner):
                 self.backend = _compat.chosen_backend(owner)
-                with _compat.taken_over(owner, runtime.backend, self):
+                _check_native_only(self.style, self.backend, self.path)
+                with _compat.taken_over(owner, runtime.backend, self, everywhere=self.style.whole is not None):
                     output = original(*args, **kwargs)
             else:
                 self.backend = ""
@@ -348,7 +727,9 @@ class AttentionSite:
                     output = original(*args, **kwargs)
         finally:
             runtime.inside -= 1
-        if self.calls == 0:
+            self.key_masks.clear()
+            self.mask = None
+        if self.calls == 0 and not self.style.may_skip:
             raise AttentionError(
                 f"{_named(self.path)} ran without an attention call that meshcp can see: its processor "
                 f"{type(owner).__name__} calls neither dispatch_attention_fn with its own backend nor "
@@ -384,7 +765,11 @@ class AttentionSite:
         rows_are_batch: bool,
     ) -> torch.Tensor:
         style: LocalAttention | ContextParallelAttention | None = self.style
-        for _ in range(self.calls):
+        known = self.runtime.lengths.known
+        if self.style.whole is not None and k_BGKD.shape[2] <= known.get(self.style.whole, 0):
+            return self._local(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale)
+        sample = self.calls if self.style.per_sample else None
+        for _ in range(0 if self.style.per_sample else self.calls):
             if isinstance(style, ContextParallelAttention) and style.then is not None:
                 style = style.then
             elif isinstance(style, ContextParallelAttention):
@@ -401,33 +786,118 @@ class AttentionSite:
                 f"{_named(self.path)}: dropout_p={dropout_p}: dropout inside distributed attention would draw another "
                 "mask than one process does; set the attention dropout to 0 (model.eval(), or the model's config)"
             )
-        plan = self._plan(style, q_BHSD, k_BGKD)
+        extra = 0
+        if style.whole is not None:
+            extra = self._whole_keys(style, k_BGKD.shape[2])
+            k_BGKD, v_BGKD = (self._own_part(x, extra) for x in (k_BGKD, v_BGKD))
+        plan = self._plan(style, q_BHSD, k_BGKD, extra)
+        if self.key_masks and style.key_masks:
+            mask = self._joined_key_mask(style, None if style.mask_needed else mask)
+            mask = mask if sample is None else mask[sample : sample + 1]
+        if self.mask is not None and style.mask is not None:
+            mask = self._own_columns(style, self.mask) if style.mask_streams else self.mask
         return plan.run(
             q_BHSD, k_BGKD, v_BGKD, mask, causal=causal, scale=scale, local=self._local_kernel(), kernel=self.backend,
             rows_are_batch=rows_are_batch, held=True,
         )  # fmt: skip
 
-    def _plan(self, style: ContextParallelAttention, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+    def _whole_keys(self, style: ContextParallelAttention, rows: int) -> int:
+        """How many of the keys of a call are whole on every rank, in front of those of the sharded streams."""
+        runtime, who = self.runtime, f"the keys of attention in {_named(self.path)}"
+        assert not isinstance(style.kv, str)
+        layout, here = runtime.lengths.layout(style.kv or style.streams, who), runtime.context
+        extra = rows - total(layout.held(here.ring_rank, here.ulysses_rank))
+        known = runtime.lengths.known.get(style.whole or "", 0)
+        if extra < 0 or (known and extra != known):
+            raise LayoutError(
+                f"{who} has {rows} rows; needed: the {known or 'cached ones'} of {style.whole!r}, whole, and this rank's "
+                f"of {layout}. Correct the plan's streams, or shard the missing input"
+            )
+        return extra
+
+    def _own_part(self, x_BHSD: torch.Tensor, whole: int) -> torch.Tensor:
+        """The first ``whole`` rows cut to what this rank would hold of them, and the others."""
+        if not whole:
+            return x_BHSD
+        start, stop = SequenceLayout((whole,), self.runtime.context.ring, self.runtime.context.ulysses).held(
+            self.runtime.context.ring_rank, self.runtime.context.ulysses_rank
+        )[0]
+        return torch.cat([x_BHSD[:, :, start:stop], x_BHSD[:, :, whole:]], 2)
+
+    def _plan(
+        self, style: ContextParallelAttention, q: torch.Tensor, k: torch.Tensor, whole: int = 0
+    ) -> CallPlan:
         runtime, who = self.runtime, f"attention in {_named(self.path)}"
         known = runtime.lengths.known
         heads, kv_heads, rows, kv_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
         streams = tuple(known.get(name, -1) for name in style.streams)
         kv = tuple(known.get(name, -1) for name in style.kv) if isinstance(style.kv, tuple) else style.kv
-        key = (streams, kv, heads, kv_heads, rows, kv_rows)
+        key = (streams, kv, heads, kv_heads, rows, kv_rows, whole)
         compiling = torch.compiler.is_compiling()
         if not compiling and key in runtime.plans:
             return runtime.plans[key]
-        layout = runtime.lengths.layout(style.streams, who)
+        layout = runtime.lengths.layout(style.streams, who).without_empty()
         check_rows(rows, layout, runtime.context, f"the queries of {who}")
         if style.kv == "replicated":
             kv_layout = None
         else:
-            kv_layout = layout if style.kv is None else runtime.lengths.layout(style.kv, who)
+            kv_layout = layout if style.kv is None else runtime.lengths.layout(style.kv, who).without_empty()
+            if whole:
+                kv_layout = SequenceLayout((whole, *kv_layout.lengths), kv_layout.ring, kv_layout.ulysses)
             check_rows(kv_rows, kv_layout, runtime.context, f"the keys of {who}")
         plan = CallPlan(runtime.context, layout, kv_layout, heads, kv_heads)
         if not compiling:
             runtime.plans[key] = plan
         return plan
+
+    def _joined_key_mask(self, style: ContextParallelAttention, mask: torch.Tensor | None) -> torch.Tensor:
+        """``[B, 1, 1, K]`` out of the masks of single streams; a stream without one is wholly visible."""
+        who, streams = _named(self.path), style.kv or style.streams
+        assert not isinstance(streams, str), "check refuses key_masks with replicated keys"
+        if mask is not None:
+            raise AttentionError(
+                f"{who} has a mask of its own of shape {tuple(mask.shape)}, and the plan takes {dict(style.key_masks)} "
+                "for its mask; there can be only one: correct key_masks in the plan"
+            )
+        some = next(iter(self.key_masks.values()))
+        parts = []
+        for stream in streams:
+            length = self.runtime.lengths.known[stream]
+            part = self.key_masks.get(stream)
+            if part is None:
+                part = some.new_ones(some.shape[0], length)
+            if part.dtype != torch.bool or part.ndim != 2 or part.shape[1] != length:
+                raise AttentionError(
+                    f"{who}: the mask of stream {stream!r} is {part.dtype} of shape {tuple(part.shape)}; needed: bool, "
+                    f"[B, {length}] (True: attend), of the whole stream"
+                )
+            parts.append(part)
+        return torch.cat(parts, 1)[:, None, None, :]
+
+    def _own_columns(self, style: ContextParallelAttention, mask: torch.Tensor) -> torch.Tensor:
+        """The columns of this attention's keys, of a mask over the keys of ``mask_streams``."""
+        layout = self.runtime.lengths.layout(style.mask_streams, f"the mask of {_named(self.path)}")
+        if mask.shape[-1] != layout.length:
+            raise AttentionError(
+                f"the mask of {_named(self.path)} has shape {tuple(mask.shape)}; needed: {layout.length} keys, those of the "
+                f"streams {style.mask_streams}"
+            )
+        columns = dict(zip(style.mask_streams, mask.split(list(layout.lengths), -1), strict=True))
+        return torch.cat([columns[stream] for stream in style.kv or style.streams], -1)
+
+    def _all_valid(self, mask: torch.Tensor, stream: str) -> torch.Tensor:
+        """``[B, rows]`` of ones: what a processor that cannot do without gets in the place of a key mask."""
+        lengths, context, who = self.runtime.lengths, self.runtime.context, f"the mask of {_named(self.path)}"
+        # Those that attend sample by sample put the valid rows first in their output, which leaves rows where they are
+        # only if the valid ones stand first. They count these on the host too: the check costs no synchronisation more.
+        per_sample = self.style.per_sample and not torch.compiler.is_compiling()
+        if per_sample and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+            raise AttentionError(
+                f"{who} has padding in front of or between valid tokens; the plan needs masks with the valid tokens "
+                "first (padding_side='right' in the tokenizer)"
+            )
+        rows = total(lengths.layout((stream,), who).held(context.ring_rank, context.ulysses_rank))
+        return mask.new_ones(mask.shape[0], rows)
 
     def _local_kernel(self) -> LocalKernel:
         return sdpa if self.backend in AUTOMATIC else self._local
@@ -453,8 +923,145 @@ class AttentionSite:
 def replace_then(style: ContextParallelAttention) -> ContextParallelAttention:
     """``style`` with ``then=LocalAttention()`` at the end of its chain, for messages."""
     if isinstance(style.then, ContextParallelAttention):
-        return ContextParallelAttention(style.streams, style.kv, replace_then(style.then))
-    return ContextParallelAttention(style.streams, style.kv, LocalAttention())
+        return ContextParallelAttention(style.streams, style.kv, replace_then(style.then), dict(style.key_masks))
+    return ContextParallelAttention(style.streams, style.kv, LocalAttention(), dict(style.key_masks))
+
+
+@dataclass(frozen=True, init=False)
+class LinearAttention(MeshcpStyle):
+    """Linear attention over sharded streams: a state that is a sum over the sequence, applied to each query.
+
+    The processor makes the state with one ``torch.matmul`` of values ``[B, H, D, S]`` and keys ``[B, H, S, D]``, its first;
+    the state is summed over the mesh. One all-reduce of ``[B, H, D, D]``, whatever the length of the sequence.
+    """
+
+    streams: tuple[str, ...]
+
+    def __init__(self, streams: Sequence[str]) -> None:
+        if isinstance(streams, str) or not streams:
+            raise PlanError(f'LinearAttention(streams={streams!r}): needed: a tuple of names, such as ("image",)')
+        object.__setattr__(self, "streams", tuple(streams))
+
+    def __repr__(self) -> str:
+        return f"LinearAttention(streams={self.streams})"
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if runtime.idle:
+                return original(*args, **kwargs)
+            mode = _FirstMatmul(self.streams, f"linear attention in {_named(path)}", runtime)
+            with mode:
+                output = original(*args, **kwargs)
+            if not mode.seen:
+                raise AttentionError(
+                    f"{_named(path)} ran without a torch.matmul of values and keys; LinearAttention covers processors that make "
+                    "their state with one. Set such a processor, or cover the module with another style"
+                )
+            return output
+
+        return _wrap_forward(module, run)
+
+
+class _FirstMatmul(TorchFunctionMode):
+    """Makes the first ``torch.matmul`` contract the whole sequence."""
+
+    def __init__(self, streams: tuple[str, ...], who: str, runtime: Runtime) -> None:
+        super().__init__()
+        self.streams, self.who, self.runtime = streams, who, runtime
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.matmul or self.seen:
+            return func(*args, **(kwargs or {}))
+        self.seen = True
+        return self._state(*args, **(kwargs or {}))
+
+    def _state(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        context, lengths = self.runtime.context, self.runtime.lengths
+        layout = lengths.layout(self.streams, self.who)
+        check_rows(input.shape[-1], layout, context, f"the values of {self.who}")
+        check_rows(other.shape[-2], layout, context, f"the keys of {self.who}")
+        real = layout.real(context.ring_rank, context.ulysses_rank)
+        if real is not None:
+            input, other = select(input, input.ndim - 1, real), select(other, other.ndim - 2, real)
+        state = torch.matmul(input, other)
+        for degree, group in context.axes:
+            if degree > 1:
+                state = sum_over(state, group)
+        return state
+
+
+@dataclass(frozen=True)
+class FoldTokens(MeshcpStyle):
+    """A block that folds its tokens into rows and columns for a convolution inside it.
+
+    ``FoldTokens("image", height="height", width="width", convolution="ff")``: names of the arguments that say how many
+    rows and columns there are, and of the module that gets ``[B, C, rows, columns]``. The block is told that this rank's
+    tokens are one column; the convolution runs on the rows that they lie in and ``reach`` more on either side, and
+    this rank's tokens are cut out of the result. One all-gather of its input.
+    """
+
+    stream: str
+    height: str
+    width: str
+    convolution: str
+    reach: int = 1
+
+    @property
+    def named_streams(self) -> tuple[str, ...]:
+        return (self.stream,)
+
+    def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
+        names = _parameters(module)
+        if self.height not in names or self.width not in names or self.convolution not in dict(module.named_modules()):
+            raise PlanError(
+                f"{self!r} on {_named(path)}: its forward takes {', '.join(names)}, and its modules are "
+                f"{', '.join(name for name, _ in module.named_children())}; correct the names in the plan"
+            )
+
+    def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
+        names, lengths = _parameters(module), runtime.lengths
+        places = [(name, names.index(name)) for name in (self.height, self.width)]
+        grid = StreamGrid(self.stream, ())
+        sizes: list[Any] = []
+
+        def fold(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            new_args, new_kwargs = list(args), dict(kwargs)
+            sizes[:] = [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
+            who = f"({self.height}, {self.width}) of {_named(path)}"
+            lengths.tell(self.stream, _grid_size(sizes, grid, who), who)
+            start, stop = lengths.held(self.stream)
+            for (name, at), size in zip(places, (stop - start, 1), strict=True):
+                if at < len(new_args):
+                    new_args[at] = size
+                else:
+                    new_kwargs[name] = size
+            return tuple(new_args), new_kwargs
+
+        def convolve(original: Callable[..., Any], x_BCS1: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor
+            if runtime.idle:
+                out = original(x_BCS1)
+                return out
+            height, width = sizes
+            start, stop = lengths.held(self.stream)
+            first, last = max(0, start // width - self.reach), min(height, -(-stop // width) + self.reach)
+            where = StreamDim(2, (self.stream,), ndim=4)
+            whole = lengths.gather(x_BCS1, where, f"the input of {self.convolution!r} in {_named(path)}")
+            rows = whole.narrow(2, first * width, (last - first) * width).reshape(*whole.shape[:2], last - first, width)
+            out = original(rows).flatten(2, 3).unsqueeze(-1)
+            return out.narrow(2, start - first * width, stop - start)
+
+        before = _before(module, path, runtime, fold)
+        inside = _wrap_forward(module.get_submodule(self.convolution), convolve)
+
+        def undo() -> None:
+            inside()
+            before()
+
+        return undo
 
 
 class _SdpaCalls(TorchFunctionMode):
@@ -505,24 +1112,56 @@ class UncoveredCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _WrappedForward:
+    """``run(forward, ...)`` in the place of a module's forward; call it to undo that.
+
+    It goes beneath the wrappers that offloading and caching put around a forward, so that what happens does not depend
+    on who came first: a cache that skips the module skips this with it, and taking any of them off leaves the others.
+    Two parallel models that share a module each have one there, the later around the earlier.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        original, put = _compat.innermost_forward(module)
+        self.module, self.original, self.own = module, original, module.__dict__.get("forward")
+        self.active = True
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(self.original, *args, **kwargs) if self.active else self.original(*args, **kwargs)
+
+        forward.__dict__["meshcp_wrapper"] = self
+        self.forward = forward
+        put(forward)
+
+    @property
+    def attached(self) -> bool:
+        """Whether a call of the module still comes here."""
+        return any(self in _wrappers(value) for value, _ in _compat.forward_slots(self.module))
+
+    def __call__(self) -> None:
+        # Whoever holds on to it in another way (a wrapper that we do not know) finds it turned off.
+        self.active = False
+        for value, put in _compat.forward_slots(self.module):
+            if value is self.forward:
+                put(self.original)
+            for outer in _wrappers(value):
+                if outer.original is self.forward:
+                    outer.original = self.original
+        own = self.module.__dict__
+        if own.get("forward") is self.original and self.own is not self.original:
+            del own["forward"]
+
+
+def _wrappers(forward: Any) -> Iterator[_WrappedForward]:
+    """Those of which ``forward`` is the outermost."""
+    while True:
+        wrapper = getattr(forward, "__dict__", {}).get("meshcp_wrapper")
+        # functools.wraps copies the attribute to whatever someone else puts around.
+        if wrapper is None or wrapper.forward is not forward:
+            return
+        yield wrapper
+        forward = wrapper.original
+
+
 def _wrap_forward(module: nn.Module, run: Callable[..., Any]) -> Undo:
-    """Put ``run(forward, ...)`` in the place of the module's forward."""
-    own, original = module.__dict__.get("forward"), module.forward
-    active = True
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(original, *args, **kwargs) if active else original(*args, **kwargs)
-
-    def undo() -> None:
-        # Someone may have wrapped the module once more since (offloading, caching): then this layer turns itself off.
-        nonlocal active
-        active = False
-        if module.__dict__.get("forward") is forward:
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
-
-    module.__dict__["forward"] = forward
-    return undo
+    return _WrappedForward(module, run)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..plan import Plan
+from .refused import REFUSED
 
 
 def _collect() -> dict[str, Plan]:
@@ -29,9 +30,6 @@ def _collect() -> dict[str, Plan]:
 
 PLANS = _collect()
 """Class name -> plan."""
-
-REFUSED: dict[str, str] = {}
-"""Class name -> why meshcp has no plan for it."""
 
 
 def plan_for(model: nn.Module) -> Plan:

@@ -13,7 +13,7 @@ from .heads import HeadLayout
 from .intervals import Interval, merge_intervals, select, total
 from .sequence import Segment, SequenceLayout
 from .shard import local_interval, sequence_placements, shard_interval, shard_sizes
-from .stream import StreamCount, StreamDim, StreamParts, count, parts, seq
+from .stream import StreamCount, StreamDim, StreamGrid, StreamParts, count, grid, parts, seq
 
 __all__ = [
     "HeadLayout",
@@ -22,8 +22,10 @@ __all__ = [
     "SequenceLayout",
     "StreamCount",
     "StreamDim",
+    "StreamGrid",
     "StreamParts",
     "count",
+    "grid",
     "local_interval",
     "merge_intervals",
     "parts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +66,10 @@ class SequenceLayout:
     def length(self) -> int:
         """Global length of the whole sequence."""
         return sum(self.lengths)
+
+    def without_empty(self) -> SequenceLayout:
+        """The same layout less the streams of length 0, so that layouts of the same rows are equal."""
+        return dataclasses.replace(self, lengths=tuple(length for length in self.lengths if length))
 
     def stream(self, index: int, ring_rank: int, ulysses_rank: int) -> Interval:
         """The part of stream ``index`` that a rank holds, counted from the start of that stream."""

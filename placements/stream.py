@@ -20,6 +20,10 @@ class StreamDim:
             which is cut. Another input must tell the length of the streams. For inputs only.
         local: those of the streams of which the tensor holds only this rank's rows already. For inputs only.
         whole: those of the streams that every rank keeps whole: they are neither cut nor gathered.
+        empty: like optional, and where the tensor is left out its stream has no tokens (a model with or without text).
+        anew: the tensor begins another sequence of the same name, of a length of its own, for a part of the model that
+            runs several times in a forward pass. For inputs only.
+        if_taken: some of the modules that the entry matches have no such input. For inputs only.
     """
 
     dim: int
@@ -30,12 +34,16 @@ class StreamDim:
     folded: bool = False
     local: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    empty: bool = False
+    anew: bool = False
+    if_taken: bool = False
 
     def __repr__(self) -> str:
         parts = [str(self.dim), *(repr(stream) for stream in self.streams)]
         parts += [f"{name}={value}" for name, value in (("ndim", self.ndim), ("when_ndim", self.when_ndim)) if value]
         parts += ["folded=True"] * self.folded
         parts += [f"{name}={value}" for name, value in (("local", self.local), ("whole", self.whole)) if value]
+        parts += [f"{name}=True" for name in ("empty", "anew", "if_taken") if getattr(self, name)]
         return f"seq({', '.join(parts + ['optional=True'] * self.optional)})"
 
 
@@ -48,6 +56,9 @@ def seq(
     folded: bool = False,
     local: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
+    empty: bool = False,
+    anew: bool = False,
+    if_taken: bool = False,
 ) -> StreamDim:
     """Dimension ``dim`` is the stream ``streams[0]``, or the concatenation of several.
 
@@ -65,7 +76,9 @@ def seq(
     unknown = ({*local} | {*whole}) - {*streams}
     if unknown or {*local} & {*whole}:
         raise ValueError(f"local={local} and whole={whole}: needed: different ones of the streams {streams}")
-    return StreamDim(dim, streams, optional, ndim, when_ndim, folded, local, whole)
+    if (empty or anew) and len(streams) > 1:
+        raise ValueError(f"empty=True and anew=True are for inputs of one stream, found {streams}")
+    return StreamDim(dim, streams, optional, ndim, when_ndim, folded, local, whole, empty, anew, if_taken)
 
 
 @dataclass(frozen=True)
@@ -77,18 +90,20 @@ class StreamCount:
         optional: the argument may be None or not passed at all.
         leading: it counts the first tokens of the stream, such as those of a frame that is given, not all of them: a
             rank gets how many of those it holds.
+        default: what is counted where the argument is not passed; for streams that only some calls have.
     """
 
     streams: tuple[str, ...]
     optional: bool = False
     leading: bool = False
+    default: int | None = None
 
     def __repr__(self) -> str:
         parts = [*map(repr, self.streams)] + ["optional=True"] * self.optional + ["leading=True"] * self.leading
-        return f"count({', '.join(parts)})"
+        return f"count({', '.join(parts + [f'default={self.default}'] * (self.default is not None))})"
 
 
-def count(*streams: str, optional: bool = False, leading: bool = False) -> StreamCount:
+def count(*streams: str, optional: bool = False, leading: bool = False, default: int | None = None) -> StreamCount:
     """An integer argument by which a module splits what it holds: it gets the rank's own number of rows.
 
     ``ShardInputs(text_seq_len=count("text"))``: a block that is told the text length of the whole sequence would cut
@@ -98,7 +113,32 @@ def count(*streams: str, optional: bool = False, leading: bool = False) -> Strea
         raise ValueError('count needs at least one stream name, as in count("text")')
     if leading and len(streams) > 1:
         raise ValueError(f"leading=True counts tokens of one stream, found {streams}")
-    return StreamCount(streams, optional, leading)
+    return StreamCount(streams, optional, leading, default)
+
+
+@dataclass(frozen=True)
+class StreamGrid:
+    """An argument that says how many frames, rows and columns of tokens a stream has. Made by :func:`grid`."""
+
+    stream: str
+    at: tuple[int, ...]
+    optional: bool = False
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The stream, as a tuple of one."""
+        return (self.stream,)
+
+    def __repr__(self) -> str:
+        return f"grid({', '.join([repr(self.stream), *map(str, self.at)] + ['optional=True'] * self.optional)})"
+
+
+def grid(stream: str, *at: int, optional: bool = False) -> StreamGrid:
+    """An argument with sizes whose product is the length of a stream. It tells the length and stays as it is.
+
+    ``img_shapes=grid("target", 0, -1)``: the sizes are ``img_shapes[0][-1]``, such as ``(1, 64, 64)``.
+    """
+    return StreamGrid(stream, at, optional)
 
 
 @dataclass(frozen=True)

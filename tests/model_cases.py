@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,10 @@ def build(row: Row) -> nn.Module:
     """The model in fp64 with every parameter random, also those that Diffusers initialises to zero."""
     import diffusers
 
-    model = getattr(diffusers, row.model)(**row.config)
+    with warnings.catch_warnings():
+        # Diffusers builds some of its models out of parts that it calls deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        model = getattr(diffusers, row.model)(**row.config)
     generator = torch.Generator().manual_seed(7)
     model = model.to(torch.float64)
     with torch.no_grad():

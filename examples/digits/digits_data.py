@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 pictures of 8 x 8 pixels, enlarged for training and shrunk again for judging."""
+"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, enlarged for training and shrunk again for judging."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,7 +20,8 @@ def real_digits() -> tuple[Tensor, Tensor]:
 def resized(images: Tensor, height: int, width: int) -> Tensor:
     """`[N, 1, H, W]` to `[N, 1, height, width]`, both in [0, 1].
 
-    Bicubic, because enlarging and shrinking again then blurs least: the classifier below is as good on the round trip as on the originals.
+    Bicubic, because enlarging and shrinking again then blurs least: the classifier below reads the round trip as well
+    as the originals.
     """
     return resize(images, [height, width], InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
 

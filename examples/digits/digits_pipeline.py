@@ -1,10 +1,11 @@
 """A real `diffusers.FluxPipeline` around the small transformer in `model/` that draws handwritten digits.
 
-The prompt is the English name of the digit, one token a letter; every name fits in five letters. The transformer has to read the
-letters: `pooled_prompt_embeds` tells it only how long the name is. A mistake in how text tokens are spread over ranks therefore shows
-as wrong digits, not as a small difference.
+The prompt is the English name of the digit, one token a letter; every name fits in five letters. The transformer has to
+read the letters: `pooled_prompt_embeds` tells it only how long the name is. A mistake in how text tokens are spread
+over ranks therefore shows as wrong digits, not as a small difference.
 
-There is no VAE: the "latents" are the pixels in [-1, 1], one channel, packed by FLUX in 2 x 2 patches to tokens of 4 numbers.
+There is no VAE: the "latents" are the pixels in [-1, 1], one channel, packed by FLUX in 2 x 2 patches to tokens of 4
+numbers.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ TEXT_DIM = len(ALPHABET) + TEXT_TOKENS
 POOLED_DIM = TEXT_TOKENS + 1
 
 PATCH = 2  # FLUX packs 2 x 2 latent pixels to one token
-# Without a VAE the pipeline assumes the usual one, which shrinks a picture 8 times; `height` and `width` are asked for in its pixels.
+# Without a VAE the pipeline assumes the usual one, which shrinks a picture 8 times, and wants sizes in its pixels.
 PIPELINE_PIXELS_PER_TOKEN = 8 * PATCH
 
 
@@ -48,13 +49,15 @@ def model_config() -> dict[str, Any]:
 def embed_labels(labels: list[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Prompt embeddings `[N, 5, 32]` and pooled embeddings `[N, 6]` of the digits' names.
 
-    A text token is the one-hot letter beside the one-hot place in the name, the pooled embedding the one-hot length of the name. Both are
-    scaled to a mean square of 1, the size that the transformer's first layers are initialised for.
+    A text token is the one-hot letter beside the one-hot place in the name, the pooled embedding the one-hot length of
+    the name. Both are scaled to a mean square of 1, the size that the transformer's first layers are initialised for.
     """
-    letters = torch.tensor([[ALPHABET.index(letter) for letter in NAMES[label].ljust(TEXT_TOKENS)] for label in labels])
+    names = [NAMES[label].ljust(TEXT_TOKENS) for label in labels]
+    letters = torch.tensor([[ALPHABET.index(letter) for letter in name] for name in names])
     places = torch.arange(TEXT_TOKENS).expand_as(letters)
+    lengths = torch.tensor([len(NAMES[label]) for label in labels])
     text = torch.cat([one_hot(letters, len(ALPHABET)), one_hot(places, TEXT_TOKENS)], dim=-1) * (TEXT_DIM / 2) ** 0.5
-    pooled = one_hot(torch.tensor([len(NAMES[label]) for label in labels]), POOLED_DIM) * POOLED_DIM**0.5
+    pooled = one_hot(lengths, POOLED_DIM) * POOLED_DIM**0.5
     return text.to(device, torch.float32), pooled.to(device, torch.float32)
 
 
@@ -69,14 +72,9 @@ def unpack(tokens: Tensor, height_tokens: int, width_tokens: int) -> Tensor:
 
 
 def build_pipeline(model_dir: Path = MODEL_DIR, device: torch.device | str = "cpu") -> FluxPipeline:
-    """The pipeline with the trained transformer in fp32 (stored in half precision) and no text encoders, tokenizers or VAE."""
-    transformer = FluxTransformer2DModel.from_pretrained(model_dir, torch_dtype=torch.float32)
-    return wrap_transformer(transformer.eval(), device)
-
-
-def wrap_transformer(transformer: FluxTransformer2DModel, device: torch.device | str = "cpu") -> FluxPipeline:
+    """The pipeline with the trained transformer, stored in half precision and computing in single."""
     pipe = FluxPipeline(
-        transformer=transformer,
+        transformer=FluxTransformer2DModel.from_pretrained(model_dir, torch_dtype=torch.float32),
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=None,
         text_encoder=None,
@@ -84,7 +82,9 @@ def wrap_transformer(transformer: FluxTransformer2DModel, device: torch.device |
         tokenizer=None,
         tokenizer_2=None,
     )
-    pipe.set_progress_bar_config(disable=True)  # it would draw one bar a rank; `generate` reports steps to its caller instead
+    pipe.set_progress_bar_config(
+        disable=True
+    )  # it would draw one bar a rank; `generate` reports steps to its caller instead
     return pipe.to(device)
 
 
@@ -99,8 +99,8 @@ def generate(
 ) -> Tensor:
     """Draw one picture a label: `[N, 1, 2 * height_tokens, 2 * width_tokens]` in [0, 1], on the CPU.
 
-    Picture i depends on its label and on `seed + i` alone: not on its batch, the device or the number of ranks. The generators live on
-    the CPU of every rank and are seeded alike, so all ranks of a context-parallel group start from the same noise.
+    Picture i depends on its label and on `seed + i` alone: not on its batch, the device or the number of ranks. The
+    generators live on the CPU of every rank and are seeded alike, so that all ranks start from the same noise.
     """
     prompt_embeds, pooled_prompt_embeds = embed_labels(labels, pipe.device)
 

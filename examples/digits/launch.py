@@ -24,11 +24,11 @@ def world_size() -> int:
 def processes(device: str = "auto") -> Iterator[torch.device]:
     """Join the other processes, if there are any; yield this one's device; leave them at the end.
 
-    `device` is "cpu", "cuda" or "auto": a GPU each if there are any.
+    `device` is "cpu", "cuda" or "auto": a GPU each if this machine has enough of them, else the CPU.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    kind = ("cuda" if torch.cuda.device_count() >= local_world else "cpu") if device == "auto" else device
     # Each process would otherwise start a thread for every core, and they would wait for each other.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     own = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -44,4 +44,5 @@ def processes(device: str = "auto") -> Iterator[torch.device]:
 
 
 def default_ring(world: int) -> int:
+    """Two, so that both axes are in use on four processes."""
     return 2 if world % 2 == 0 else 1

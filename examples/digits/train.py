@@ -3,8 +3,8 @@
     python examples/digits/train.py
     torchrun --nproc-per-node 4 examples/digits/train.py --ring 2 --ulysses 2
 
-Both learn the same model from the same draws: data, noise and times are seeded alike on every rank, and averaging the gradients over the
-context-parallel ranks gives those of a single process.
+Both learn the same model from the same draws: data, noise and times are seeded alike on every rank, and averaging the
+gradients over the context-parallel ranks gives those of a single process.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from digits_data import real_digits, recognised, resized, train_classifier
-from digits_pipeline import MODEL_DIR, PATCH, embed_labels, generate, model_config, pack, wrap_transformer
+from digits_pipeline import MODEL_DIR, PATCH, build_pipeline, embed_labels, generate, model_config, pack
 from launch import default_ring, launched_by_torchrun, processes, rank, world_size
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
@@ -44,12 +44,12 @@ class DigitBatches:
         return OTHER_SIZES[int(torch.randint(len(OTHER_SIZES), (), generator=self.generator))]
 
     def draw(self) -> tuple[Tensor, list[int], Tensor, Tensor]:
-        """Pictures `[B, 1, H, W]` in [-1, 1], their labels, noise `[B, 1, H, W]` and noise levels `[B]` in (0, 1)."""
+        """Pictures `[B, 1, H, W]` in [-1, 1], their labels, noise `[B, 1, H, W]` and noise levels `[B]` in [0, 1)."""
         images = self.images[self.size()]
         chosen = torch.randint(len(images), (self.batch,), generator=self.generator)
         data = images[chosen]
         noise = torch.randn(data.shape, generator=self.generator)
-        # One noise level from each of B equal intervals: as random as independent draws, but every batch covers them all.
+        # One noise level from each of B equal intervals: every batch covers them all, and the loss is less noisy.
         sigmas = (torch.arange(self.batch) + torch.rand(self.batch, generator=self.generator)) / self.batch
         return data, self.labels[chosen].tolist(), noise, sigmas
 
@@ -103,7 +103,13 @@ def train(arguments: argparse.Namespace, device: torch.device) -> FluxTransforme
     batches = DigitBatches(arguments.batch, arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, betas=(0.9, 0.99), weight_decay=0.01)
     smooth_loss = math.nan
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, disable=rank() != 0) as progress:
         bar = progress.add_task("training", total=arguments.steps)
         for step in range(arguments.steps):
@@ -125,10 +131,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> FluxTransforme
     return average
 
 
-def report_quality(model: FluxTransformer2DModel) -> None:
+def report_quality(pipe: FluxPipeline) -> None:
     """Print how many of 200 generated digits a classifier of real ones recognises."""
     labels = [index % 10 for index in range(200)]
-    images = generate(wrap_transformer(model), labels, *MAIN_SIZE, steps=15)
+    images = generate(pipe, labels, *MAIN_SIZE, steps=15)
     print(f"recognised: {recognised(train_classifier(), images, labels):.1%} of {len(labels)}")
 
 
@@ -137,10 +143,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--decay", type=float, default=0.995, help="of the average of the weights, which is what is saved")
+    parser.add_argument("--decay", type=float, default=0.995, help="of the averaged weights, which are saved")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ring", type=int, help="ring degree; by default 2 if the number of processes is even, else 1")
-    parser.add_argument("--ulysses", type=int, help="ulysses degree; by default what the ring degree leaves")
+    parser.add_argument("--ring", type=int, help="by default 2 if the number of processes is even, else 1")
+    parser.add_argument("--ulysses", type=int, help="by default the rest of the processes")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="directory for config and weights")
     return parser.parse_args()
@@ -153,9 +159,9 @@ def main() -> None:
         arguments.ulysses = arguments.ulysses or world_size() // arguments.ring
         model = train(arguments, device)
         if rank() == 0:
-            model.to("cpu", torch.float16).save_pretrained(arguments.out)
+            model.cpu().half().save_pretrained(arguments.out)
             print(f"saved to {arguments.out}")
-            report_quality(model.to(torch.float32))
+            report_quality(build_pipeline(arguments.out))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tests.model_cases import Row, with_config
+
+CONFIG = {
+    "patch_size": 1,
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 5,
+    "joint_attention_dim": 12,
+    "pooled_projection_dim": 12,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+def inputs(generator: torch.Generator, *, image: int, text: int, batch: int = 2) -> dict[str, Any]:
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    made: dict[str, Any] = {
+        "hidden_states": random(batch, image, 8),
+        "encoder_hidden_states": random(batch, text, 12),
+        "timestep": torch.linspace(0.2, 0.9, batch, dtype=torch.float64),
+        "img_ids": torch.randint(0, 9, (image, 3), generator=generator).double(),
+        "txt_ids": torch.arange(text).double()[:, None].expand(-1, 3),
+    }
+    # Guidance is passed and not used; editing adds the latents of the input image to ``image``.
+    made["guidance"] = torch.full((batch,), 4.5, dtype=torch.float64)
+    return made
+
+
+def make(**options: Any) -> Any:
+    return functools.partial(inputs, **options)
+
+
+# The rotary embedding is applied in fp32.
+EVEN = Row("even", "LongCatImageTransformer2DModel", CONFIG, make(image=16, text=8), gradient_tolerance=3e-6)
+
+ROWS = [
+    EVEN,
+    with_config(EVEN, "odd", inputs=make(image=15, text=7)),
+    with_config(EVEN, "text-of-3", inputs=make(image=13, text=3, batch=1)),
+    with_config(EVEN, "two-tokens", inputs=make(image=2, text=1)),
+]

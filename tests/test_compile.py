@@ -1,0 +1,66 @@
+"""torch.compile of parallel models: one graph, the same numbers, one compilation a shape."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import compile_cases
+from tests.harness import Pool
+from tests.model_cases import GRADIENTS, Mesh, Row, rows, with_config
+from tests.rows import flux
+
+SMALL = {**flux.CONFIG, "num_layers": 1, "num_single_layers": 1}
+FLUX = [
+    with_config(flux.EVEN, "even", config=SMALL),
+    with_config(flux.EVEN, "odd", config=SMALL, inputs=flux.make(image=15, text=7)),
+]
+MESHES: tuple[Mesh, ...] = ((("ulysses", 2),), (("ring", 2),), (("ring", 2), ("ulysses", 2)))
+
+
+def check(results: list[dict[str, Any]], compiles: list[int]) -> None:
+    for result in results:
+        for output, gradient in result["differences"]:
+            assert output < 1e-10
+            # FLUX applies its rotary embedding in fp32.
+            assert gradient < 3e-6
+        assert result["compiles"] == compiles
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_one_graph_and_one_compilation_a_shape(pool: Pool, mesh: Mesh) -> None:
+    world = 4 if len(mesh) == 2 else 2
+    check(pool.run(world, compile_cases.compiled, FLUX, mesh, "aot_eager", timeout=300), [1, 1, 2, 2])
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_inductor_with_a_cache_that_the_ranks_share(pool: Pool, mesh: Mesh, tmp_path: Path) -> None:
+    world = 4 if len(mesh) == 2 else 2
+    # The second call starts from what the first one, and the other ranks, left in the cache.
+    for _ in range(2):
+        results = pool.run(world, compile_cases.compiled_with_cache, FLUX[1:], mesh, os.fspath(tmp_path), timeout=300)
+        check(results, [1, 1])
+
+
+@pytest.mark.timeout(400)
+def test_repeated_blocks_compile_once_a_class_and_shape(pool: Pool) -> None:
+    results = pool.run(2, compile_cases.compiled, FLUX[:1], MESHES[0], "aot_eager", True, timeout=300)
+    check(results, [2, 2])
+
+
+def _row(model: str) -> Row:
+    return next(row for row in rows() if row.model == model and "odd" in row.name)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", ["WanTransformer3DModel", "QwenImageTransformer2DModel"])
+@pytest.mark.parametrize("mesh", GRADIENTS[1:], ids=str)
+def test_other_models_compile_to_one_graph(pool: Pool, model: str, mesh: Mesh) -> None:
+    for result in pool.run(4, compile_cases.compiled, [_row(model)], mesh, "aot_eager", timeout=300):
+        assert all(output < 1e-6 and gradient < 1e-4 for output, gradient in result["differences"]), result
+        assert result["compiles"] == [1, 1]
