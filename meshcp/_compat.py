@@ -358,7 +358,7 @@ def returns_text_apart(hook: Any) -> bool:
     return hook._metadata.return_encoder_hidden_states_index is not None
 
 
-# -- calling a module ----------------------------------------------------------------------------------------------------
+# -- calling a module --------------------------------------------------------------------------------------------------
 
 
 def wrap_call(

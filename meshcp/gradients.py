@@ -121,10 +121,10 @@ def sum_over_tp(model: nn.Module, mesh: DeviceMesh, *parameters: str, axis: str 
                 f"the gradient of {path} is summed over {axis!r} in the backward pass, by the tensor parallel style of "
                 "meshcp; leave it out here"
             )
-        if any(_is_reduced(name, parameter, over, managed=True) for over in wanted):
+        if isinstance(parameter, DTensor) and any(_is_reduced(name, parameter, over, managed=True) for over in wanted):
             raise LayoutError(
-                f"{path} is sharded over {axis!r} ({parameter.placements}); only a replicated parameter, of which every "  # type: ignore[attr-defined]
-                "rank computes a part of the gradient, is summed. Leave it out"
+                f"{path} is sharded over {axis!r} ({parameter.placements}); only a replicated parameter, of which "
+                "every rank computes a part of the gradient, is summed. Leave it out"
             )
         found.setdefault(parameter.device, []).append((name, parameter))
     if unmatched:
@@ -178,7 +178,7 @@ def local_mean(
                 f"local_mean: weights of shape {tuple(weights.shape)} for losses of shape {tuple(loss.shape)}; needed: "
                 "weights that broadcast to the losses, sharded like them (handle.shard)"
             ) from None
-    mean: torch.Tensor = _WeighedMean.apply(loss, weights, wanted)  # type: ignore[no-untyped-call]
+    mean: torch.Tensor = _WeighedMean.apply(loss, weights, wanted)
     return mean
 
 
@@ -279,7 +279,7 @@ def clip_grad_norm_(
         if not tensor.requires_grad:
             continue
         over = _sharded_over(tensor, f"parameter {index}")
-        key = tuple(group.group_name for group in over)
+        key = tuple(str(group.group_name) for group in over)
         device = tensor.device
         exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         groups[key] = over
@@ -325,7 +325,7 @@ def fsdp_mesh(mesh: DeviceMesh, *, shard: Sequence[str] | None = None, replicate
         replicate: names of the axes to replicate over; axes that the mesh lacks may be named in neither.
 
     Returns:
-        A mesh of one axis, or of two (replicate, shard). Collective over the ranks of ``mesh``: it makes process groups.
+        A mesh of one axis, or of two (replicate, shard). Every rank of ``mesh`` calls this: it makes process groups.
     """
     names = mesh.mesh_dim_names or ()
     if shard is None:

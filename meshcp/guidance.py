@@ -8,9 +8,9 @@ Two kinds of pipelines do it, and one line serves both::
 batch is cut over the axis and the outputs are gathered. Samples of a batch do not see each other, so this is right
 whatever they mean.
 
-*Two calls* (Wan, Qwen-Image, FLUX with true CFG ...): the first call returns at once, with a tensor that is not computed
-yet. The second call finds it open: each rank computes one of the two, and both are exchanged. A script that looks at the
-first result before it makes the second call gets it as well; then every rank computes that call, alike and alone.
+*Two calls* (Wan, Qwen-Image, FLUX with true CFG ...): the first call returns at once, with a tensor that is not yet
+computed. The second call finds it open: each rank computes one of the two, and both are exchanged. A script that looks
+at the first result before it makes the second call gets it as well; then every rank computes that call for itself.
 
 Ranks along the axis run the same script with the same inputs, and hold the same outputs after every call.
 """
@@ -18,6 +18,7 @@ Ranks along the axis run the same script with the same inputs, and hold the same
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -94,8 +95,8 @@ class GuidanceHandle:
         name = type(self.model).__name__
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.model.parameters()):
             raise InputError(
-                f"{name} is called with gradients enabled, and its guidance is parallel over {self.axis!r}, which is for "
-                "inference. Call it under torch.no_grad(), as pipelines do, or call handle.remove() to train"
+                f"{name} is called with gradients enabled, and its guidance is parallel over {self.axis!r}, which is "
+                "for inference. Call it under torch.no_grad(), as pipelines do, or call handle.remove() to train"
             )
         args, kwargs = _filled(args), _filled(kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -107,8 +108,8 @@ class GuidanceHandle:
             return self._run_cut(original, given, batch)
         if getattr(self.model, "is_cache_enabled", False):
             raise InputError(
-                f"{name} has a cache (enable_cache); with its calls shared out over {self.axis!r} each rank would cache "
-                f"only some of them. Call disable_cache(), or use a mesh without {self.axis!r}"
+                f"{name} has a cache (enable_cache); with its calls shared out over {self.axis!r} each rank would "
+                f"cache only some of them. Call disable_cache(), or use a mesh without {self.axis!r}"
             )
         call = _Call(original, given)
         self._open.append(call)
@@ -136,7 +137,7 @@ class GuidanceHandle:
         for key, x in _leaves(output):
             gathered[key] = self._all_gather(x.unsqueeze(0), 1).unbind(0)
         for index, call in enumerate(calls):
-            call.finish(_map_output(output, lambda _, key, index=index: gathered[key][index]))
+            call.finish(_map_output(output, functools.partial(_entry, gathered, index)))
 
     def _run_cut(self, original: Original, given: dict[str, Any], batch: int) -> Any:
         part = batch // self.degree
@@ -156,8 +157,8 @@ class GuidanceHandle:
             if len(values) != part or len({x.shape for x in values}) != 1:
                 raise InputError(
                     f"output {key} of {type(self.model).__name__} is a list of tensors of shapes "
-                    f"{[tuple(x.shape) for x in values]} for {part} samples; only one tensor a sample, all of one shape, "
-                    f"can be put together over {self.axis!r}"
+                    f"{[tuple(x.shape) for x in values]} for {part} samples; only one tensor a sample, all of one "
+                    f"shape, can be put together over {self.axis!r}"
                 )
             return list(self._all_gather(torch.stack(values), part).unbind(0))
 
@@ -175,8 +176,8 @@ class GuidanceHandle:
             samples = [isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == batch for x in value]
             if len(value) == batch and any(samples) and name not in self._sequences:
                 raise InputError(
-                    f"input {path} of {type(self.model).__name__} has {len(value)} entries, and so has the batch, but its "
-                    f"tensors begin with {batch} too; say that it is not one entry a sample with "
+                    f"input {path} of {type(self.model).__name__} has {len(value)} entries, and so has the batch, but "
+                    f"its tensors begin with {batch} too; say that it is not one entry a sample with "
                     f"parallelize_guidance(..., whole=({name!r},)), or pass tensors"
                 )
             if len(value) == batch and not any(samples):
@@ -208,12 +209,13 @@ class GuidanceHandle:
         names = {name for other in everyone for name in other}
         differing = sorted(name for name in names if len({other.get(name) for other in everyone}) > 1)
         raise InputError(
-            f"the inputs {', '.join(differing)} of {type(self.model).__name__} differ between ranks of {self.axis!r}. Every "
-            "rank must be given the same tensors, those of both halves: seed the generator alike (meshcp.seed_everything)"
+            f"the inputs {', '.join(differing)} of {type(self.model).__name__} differ between ranks of {self.axis!r}. "
+            "Every rank must be given the same tensors, those of both halves: seed the generator alike "
+            "(meshcp.seed_everything)"
         )
 
     def _check_outputs(self, output: Any, signature: Any) -> None:
-        """Raise on every rank unless all made tensors of the same shapes: once for each kind of call, which all know."""
+        """Raise on every rank unless all made tensors of the same shapes: once for each kind of call."""
         if signature in self._agreed:
             return
         self._agreed.add(signature)
@@ -237,9 +239,9 @@ def parallelize_guidance(
 ) -> GuidanceHandle:
     """Share the calls of classifier-free guidance out over an axis of the mesh. The pipeline stays as it is.
 
-    A batch that the degree divides is cut over the axis; other calls wait for each other, as many as the degree, and each
-    rank computes one (see :mod:`meshcp.guidance`). Works on a model with or without :func:`meshcp.parallelize`, before or
-    after it, and under FSDP.
+    A batch that the degree divides is cut over the axis; other calls wait for each other, as many as the degree, and
+    each rank computes one (see :mod:`meshcp.guidance`). Works on a model with or without :func:`meshcp.parallelize`,
+    before or after it, and under FSDP.
 
     Args:
         model: the transformer. Between two calls that are computed side by side it must not change (an adapter that is
@@ -255,13 +257,14 @@ def parallelize_guidance(
         PlanError: something that is not a plain model, or one whose guidance is parallel already. InputError in a call:
             with gradients, with a cache, or with inputs or output shapes that differ between the ranks.
     """
-    if not isinstance(model, nn.Module):
-        hint = ": pass its transformer, pipe.transformer" if hasattr(model, "transformer") else ""
-        raise PlanError(f"a model (torch.nn.Module) is needed, found {type(model).__name__}{hint}")
+    given: object = model
+    if not isinstance(given, nn.Module):
+        hint = ": pass its transformer, pipe.transformer" if hasattr(given, "transformer") else ""
+        raise PlanError(f"a model (torch.nn.Module) is needed, found {type(given).__name__}{hint}")
     if isinstance(model, DistributedDataParallel) or _compat.is_compiled_module(model):
         raise PlanError(
-            f"{type(model).__name__} wraps the model; parallelize the guidance of the model itself, and compile it with "
-            "model.compile_repeated_blocks() or model.compile()"
+            f"{type(model).__name__} wraps the model; parallelize the guidance of the model itself, and compile it "
+            "with model.compile_repeated_blocks() or model.compile()"
         )
     if _MARK in model.__dict__:
         raise PlanError(f"the guidance of {type(model).__name__} is parallel already; call handle.remove() before")
@@ -407,6 +410,10 @@ def _map_output(
         parts = [_map_output(x, function, on_list, (*key, i)) for i, x in enumerate(output)]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     return output
+
+
+def _entry(gathered: dict[Any, tuple[torch.Tensor, ...]], index: int, _: torch.Tensor, key: Any) -> torch.Tensor:
+    return gathered[key][index]
 
 
 def _leaves(output: Any) -> list[tuple[Any, torch.Tensor]]:

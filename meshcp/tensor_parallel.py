@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,19 +95,19 @@ class _Recut(torch.autograd.Function):
 def _enter(x: torch.Tensor, tp: TensorMesh) -> torch.Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    entered: torch.Tensor = _Enter.apply(x, tp.group)  # type: ignore[no-untyped-call]
+    entered: torch.Tensor = _Enter.apply(x, tp.group)
     return entered
 
 
 def _leave(x: torch.Tensor, tp: TensorMesh) -> torch.Tensor:
-    left: torch.Tensor = _Leave.apply(x, tp.group)  # type: ignore[no-untyped-call]
+    left: torch.Tensor = _Leave.apply(x, tp.group)
     return left
 
 
 def _recut(x: torch.Tensor, dim: int, before: Cut, after: Cut, tp: TensorMesh) -> torch.Tensor:
     if before == after:
         return x
-    moved: torch.Tensor = _Recut.apply(x, dim, before, after, tp)  # type: ignore[no-untyped-call]
+    moved: torch.Tensor = _Recut.apply(x, dim, before, after, tp)
     return moved
 
 
@@ -220,10 +220,10 @@ def _linear(owner: nn.Module, path: str, style: object) -> nn.Linear:
     try:
         module = owner.get_submodule(path) if path else owner
     except AttributeError:
-        raise PlanError(f"{style!r}: {type(owner).__name__} has no {path!r}; correct the tensor parallel plan") from None
+        raise PlanError(f"{style!r}: {type(owner).__name__} has no {path!r}; correct the plan") from None
     if type(module) is not nn.Linear:
         raise PlanError(
-            f"{style!r}: {path or type(owner).__name__} is {type(module).__name__}; needed: a plain torch.nn.Linear. Apply "
+            f"{style!r}: {path or type(owner).__name__} is {type(module).__name__}; needed: torch.nn.Linear. Apply "
             "tensor parallelism before adapters and quantization are added, and unfuse projections"
         )
     if isinstance(module.weight, DTensor):
@@ -250,6 +250,11 @@ def _here(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def _bias(linear: nn.Linear) -> torch.Tensor | None:
+    bias = cast("torch.Tensor | None", linear.bias)
+    return None if bias is None else _here(bias)
+
+
 def _replace_forward(module: nn.Module, forward: Callable[..., Any], mark: str = "sharded") -> None:
     module.__dict__["forward"] = functools.wraps(module.forward)(forward)
     module.__dict__[_MARK] = mark
@@ -263,7 +268,9 @@ def _cut_columns(linear: nn.Linear, mesh: DeviceMesh, tp: TensorMesh, cut: Cut, 
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight = _recut(_here(linear.weight), 0, stored, cut, tp)
-        bias = None if linear.bias is None else _recut(_here(linear.bias), 0, stored, cut, tp)
+        bias = _bias(linear)
+        if bias is not None:
+            bias = _recut(bias, 0, stored, cut, tp)
         return F.linear(_enter(x, tp) if enter else x, weight, bias)
 
     _replace_forward(linear, forward)
@@ -276,7 +283,8 @@ def _cut_rows(linear: nn.Linear, mesh: DeviceMesh, tp: TensorMesh, cut: Cut) -> 
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _leave(F.linear(x, _recut(_here(linear.weight), 1, stored, cut, tp)), tp)
-        return y if linear.bias is None else y + _here(linear.bias)
+        bias = _bias(linear)
+        return y if bias is None else y + bias
 
     _replace_forward(linear, forward)
 
@@ -389,8 +397,8 @@ class ShardHeads(_Style):
             raise PlanError(f"{self!r}: {name} has no head count (.heads); it is for attention modules")
         if tp.degree > heads:
             raise PlanError(
-                f"{self!r}: {name} has {heads} heads, fewer than the tp degree {tp.degree}; needed: at least one head a "
-                "rank. Use a smaller tp axis, and a larger ring, ulysses or fsdp axis"
+                f"{self!r}: {name} has {heads} heads, fewer than the tp degree {tp.degree}; needed: at least one head "
+                "a rank. Use a smaller tp axis, and a larger ring, ulysses or fsdp axis"
             )
         if getattr(module, "fused_projections", False):
             raise PlanError(
@@ -399,7 +407,7 @@ class ShardHeads(_Style):
         processor = getattr(module, "processor", None)
         if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
             raise PlanError(
-                f"{self!r}: the processor {type(processor).__name__} of {name} has weights of its own (an IP-Adapter?), "
+                f"{self!r}: the processor {type(processor).__name__} of {name} has weights of its own (IP-Adapter?), "
                 "which the plan does not shard; tensor parallelism needs a processor without weights"
             )
         for path in self._present(module, self.columns):
@@ -416,8 +424,8 @@ class ShardHeads(_Style):
         for path, parameter in module.named_parameters():
             if path.rpartition(".")[0] not in covered:
                 raise PlanError(
-                    f"{self!r} leaves {path} {tuple(parameter.shape)} of {name} out; name it among the columns, rows or "
-                    "norms, or take it away"
+                    f"{self!r} leaves {path} {tuple(parameter.shape)} of {name} out; name it among the columns, rows "
+                    "or norms, or take it away"
                 )
         return heads
 

@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import datetime
 import math
+import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _compat
-from .errors import PlanError
+from .errors import MeshcpError, PlanError
 from .layout import map_tensors
 from .mesh import ContextMesh, context_mesh
 from .parallelize import attach
 from .plan import Plan
 
 T = TypeVar("T")
+
+_IN_LIBRARY = re.compile(r"[/\\\\](torch|meshcp|einops)[/\\\\]")
 
 # Relative to the largest value of the output. Half precisions round each layer's result, in another order on a mesh.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -327,7 +331,13 @@ class _Raised:
     at: float
 
     def said(self, when: str) -> tuple[float, str]:
-        return self.at, f"{when}{type(self.error).__name__}: {self.error}"
+        text = f"{when}{type(self.error).__name__}: {self.error}"
+        if not isinstance(self.error, MeshcpError):
+            # What the model itself raises does not say where, and with a wrong plan that is all there is to know.
+            own = [f for f in traceback.extract_tb(self.error.__traceback__) if not _IN_LIBRARY.search(f.filename)]
+            if own:
+                text += f" (in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}: {own[-1].line})"
+        return self.at, text
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Raised | None]:

@@ -15,7 +15,7 @@ AURAFLOW = Plan(
         ),
         "joint_transformer_blocks.*.attn": _JOINT,
         "single_transformer_blocks.*.attn": _JOINT,
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="AuraFlowTransformer2DModel",
 )

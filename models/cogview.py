@@ -16,13 +16,13 @@ COGVIEW4 = Plan(
         # The rotary embedding is for the image tokens alone.
         "transformer_blocks.*": ShardInputs(image_rotary_emb=seq(0, "image", ndim=2)),
         "transformer_blocks.*.attn1": _JOINT,
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="CogView4Transformer2DModel",
     notes="no text mask and no packed batches (no pipeline passes them)",
 )
 
 COGVIEW3_PLUS = Plan(
-    {"transformer_blocks.0": _BLOCK, "transformer_blocks.*.attn1": _JOINT, "proj_out": GatherOutputs(seq(1, "image"))},
+    {"transformer_blocks.0": _BLOCK, "transformer_blocks.*.attn1": _JOINT, "proj_out": GatherOutputs(seq(1, "image"), inner=True)},
     classes="CogView3PlusTransformer2DModel",
 )

@@ -63,7 +63,7 @@ _REFINER = (
         x=seq(1, "image", ndim=3),
         freqs_cis=seq(1, "image", ndim=3),
     ),
-    GatherOutputs(seq(-2, "image")),
+    GatherOutputs(seq(-2, "image"), inner=True),
 )
 _REFINE = ContextParallelAttention(streams=("image",))
 

@@ -1,5 +1,5 @@
-"""Cosmos (Predict1, Predict2, Predict2.5, Transfer2.5). The video is sharded at the first block; text and image context,
-the keys and values of the cross-attention, stay whole."""
+"""Cosmos (Predict1, Predict2, Predict2.5, Transfer2.5). The video is sharded at the first block; text and image
+context, the keys and values of the cross-attention, stay whole."""
 
 from __future__ import annotations
 

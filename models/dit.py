@@ -10,7 +10,7 @@ DIT = Plan(
     {
         "transformer_blocks.0": ShardInputs(hidden_states=seq(1, "image", ndim=3)),
         "transformer_blocks.*.attn1": ContextParallelAttention(streams=("image",)),
-        "proj_out_2": GatherOutputs(seq(1, "image")),
+        "proj_out_2": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="DiTTransformer2DModel",
 )

@@ -1,5 +1,5 @@
-"""EasyAnimate (T2V, control, inpaint). Both streams are sharded at the first block: patches are cut by a convolution, and
-two text encoders are joined before."""
+"""EasyAnimate (T2V, control, inpaint). Both streams are sharded at the first block: patches are cut by a convolution,
+and two text encoders are joined before."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ ERNIE_IMAGE = Plan(
         "layers.0": ShardInputs(x=seq(0, "tokens", ndim=3)),
         "layers.*": ShardInputs(rotary_pos_emb=seq(1, "tokens", ndim=4), temb=seq(0, "tokens", ndim=3)),
         "layers.*.self_attention": ContextParallelAttention(streams=("tokens",)),
-        "final_linear": GatherOutputs(seq(0, "tokens")),
+        "final_linear": GatherOutputs(seq(0, "tokens"), inner=True),
     },
     classes="ErnieImageTransformer2DModel",
 )

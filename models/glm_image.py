@@ -22,7 +22,7 @@ GLM_IMAGE = Plan(
             GatherStores(kv_cache=seq(1, "text", "image")),
         ),
         "transformer_blocks.*.attn1": ContextParallelAttention(streams=("text", "image"), whole="condition"),
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="GlmImageTransformer2DModel",
     notes="no text mask (no pipeline passes one)",

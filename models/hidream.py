@@ -27,7 +27,7 @@ HIDREAM = Plan(
         ),
         "double_stream_blocks.*.block.attn1": _JOINT,
         "single_stream_blocks.*.block.attn1": _JOINT,
-        "final_layer": GatherOutputs(seq(1, "image")),
+        "final_layer": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="HiDreamImageTransformer2DModel",
 )

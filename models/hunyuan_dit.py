@@ -13,7 +13,7 @@ HUNYUAN_DIT = Plan(
         "blocks.*": ShardInputs(image_rotary_emb=seq(0, "image", ndim=2, optional=True)),
         "blocks.*.attn1": ContextParallelAttention(streams=("image",)),
         "blocks.*.attn2": LocalAttention(),
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="HunyuanDiT2DModel",
 )

@@ -23,7 +23,7 @@ HUNYUAN_IMAGE = Plan(
         "single_transformer_blocks.*": _ROPE,
         "transformer_blocks.*.attn": _JOINT,
         "single_transformer_blocks.*.attn": _JOINT,
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="HunyuanImageTransformer2DModel",
 )

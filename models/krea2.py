@@ -14,7 +14,7 @@ KREA2 = Plan(
         "transformer_blocks.*": ShardInputs(image_rotary_emb=seq(0, "tokens", ndim=2)),
         "transformer_blocks.*.attn": ContextParallelAttention(streams=("tokens",)),
         # The model cuts the text off by its global length, before its last layer.
-        "transformer_blocks.-1": GatherOutputs(seq(1, "tokens")),
+        "transformer_blocks.-1": GatherOutputs(seq(1, "tokens"), inner=True),
     },
     classes="Krea2Transformer2DModel",
 )

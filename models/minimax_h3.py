@@ -1,5 +1,5 @@
-"""MiniMax-H3. Video, audio and text are scattered into one packed sequence by index, which is sharded at the first block
-and gathered before the rows of each modality are taken out again."""
+"""MiniMax-H3. Video, audio and text are scattered into one packed sequence by index, which is sharded at the first
+block and gathered before the rows of each modality are taken out again."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ OMNIGEN = Plan(
         "layers.*": ShardInputs(image_rotary_emb=seq(0, "tokens", ndim=2)),
         "layers.*.self_attn": ContextParallelAttention(streams=("tokens",)),
         # The model cuts the output image off by its global length after this norm.
-        "norm": GatherOutputs(seq(1, "tokens")),
+        "norm": GatherOutputs(seq(1, "tokens"), inner=True),
     },
     classes="OmniGenTransformer2DModel",
 )

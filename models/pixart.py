@@ -12,7 +12,7 @@ PIXART = Plan(
         "transformer_blocks.0": ShardInputs(hidden_states=seq(1, "image", ndim=3)),
         "transformer_blocks.*.attn1": ContextParallelAttention(streams=("image",), mask="attention_mask"),
         "transformer_blocks.*.attn2": LocalAttention(),
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="PixArtTransformer2DModel",
 )

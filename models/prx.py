@@ -13,7 +13,7 @@ PRX = Plan(
         "blocks.*.attention": ContextParallelAttention(
             streams=("image",), kv=("text", "image"), key_masks={"attention_mask": "text"}
         ),
-        "final_layer": GatherOutputs(seq(1, "image")),
+        "final_layer": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="PRXTransformer2DModel",
 )

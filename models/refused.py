@@ -11,13 +11,14 @@ REFUSED["WanAnimate2Transformer3DModel"] = (
 )
 
 REFUSED["SanaVideoTransformer3DModel"] = (
-    "its linear attention sums over the whole sequence without an attention call, and its feed-forward is a convolution "
-    "over frames, rows and columns, of which a rank holds no whole number; run it with data parallelism instead"
+    "its linear attention sums over the whole sequence without an attention call, and its feed-forward is a "
+    "convolution over frames, rows and columns, of which a rank holds no whole number; run it with data parallelism "
+    "instead"
 )
 
 REFUSED["NucleusMoEImageTransformer2DModel"] = (
-    "its experts each choose their tokens out of the whole image (expert-choice routing), so the feed-forward layers, most "
-    "of its work, would run whole on every rank; run it with data parallelism instead"
+    "its experts each choose their tokens out of the whole image (expert-choice routing), so the feed-forward layers, "
+    "most of its work, would run whole on every rank; run it with data parallelism instead"
 )
 
 for _name in ("FluxMultiControlNetModel", "SD3MultiControlNetModel", "QwenImageMultiControlNetModel"):

@@ -14,7 +14,7 @@ SANA = Plan(
         "transformer_blocks.*": FoldTokens("image", height="height", width="width", convolution="ff"),
         "transformer_blocks.*.attn1": LinearAttention(streams=("image",)),
         "transformer_blocks.*.attn2": LocalAttention(),
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="SanaTransformer2DModel",
 )

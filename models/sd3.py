@@ -25,7 +25,7 @@ SD3 = Plan(
         "transformer_blocks.*.attn": ContextParallelAttention(streams=("image", "text"), then=_IP),
         "transformer_blocks.*.attn2": ContextParallelAttention(streams=("image",), then=_IP),
         "image_proj.layers.*.attn": LocalAttention(),
-        "proj_out": GatherOutputs(seq(1, "image")),
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
     },
     classes="SD3Transformer2DModel",
     optional=("transformer_blocks.*.attn2", "image_proj.layers.*.attn"),

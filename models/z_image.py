@@ -18,7 +18,7 @@ Z_IMAGE = Plan(
             freqs_cis=seq(1, "image", ndim=3), noise_mask=seq(1, "image", ndim=2, optional=True)
         ),
         "noise_refiner.*.attention": ContextParallelAttention(streams=("image",)),
-        "noise_refiner.-1": GatherOutputs(seq(1, "image")),
+        "noise_refiner.-1": GatherOutputs(seq(1, "image"), inner=True),
         "context_refiner.*.attention": LocalAttention(),
         "siglip_refiner.*.attention": LocalAttention(),
         "layers.0": ShardInputs(x=seq(1, "tokens", ndim=3)),
@@ -28,7 +28,7 @@ Z_IMAGE = Plan(
         "layers.*.attention": ContextParallelAttention(streams=("tokens",)),
         "all_final_layer.*": (
             ShardInputs(noise_mask=seq(1, "tokens", ndim=2, optional=True)),
-            GatherOutputs(seq(1, "tokens")),
+            GatherOutputs(seq(1, "tokens"), inner=True),
         ),
     },
     classes="ZImageTransformer2DModel",

@@ -5,6 +5,7 @@ A row is data: the class, its configuration and a function that makes the inputs
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import pkgutil
@@ -214,3 +215,40 @@ def without_entry(row: Row, path: str) -> str:
 def with_config(row: Row, name: str, **changes: Any) -> Row:
     """A row like another, with some of its fields changed."""
     return dataclasses.replace(row, name=name, **changes)
+
+
+def left_sharded(row: Row) -> str:
+    """Run the row on two ranks with ``gather=False``: ``refused: ...``, ``right``, or ``wrong: ...``.
+
+    Right is each output being whole, or this rank's part of what one process computes.
+    """
+    from meshcp.models import plan_for
+
+    model = build(row)
+    with torch.no_grad():
+        expected = tensors_of(model(**make_inputs(row)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    plan = row.plan or plan_for(model)
+    try:
+        handle = meshcp.parallelize(model, mesh, plan, gather=False)
+    except meshcp.PlanError as error:
+        return f"refused: {error}"
+    with torch.no_grad():
+        actual = tensors_of(model(**make_inputs(row)))
+    declared = [
+        where
+        for _, styles in plan.entries
+        for style in styles
+        if isinstance(style, meshcp.GatherOutputs)
+        for where in style.outputs
+        if where is not None
+    ]
+    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        parts = [e]
+        for where in declared:
+            with contextlib.suppress(meshcp.MeshcpError):
+                parts.append(handle.shard(e, where))
+        if not any(a.shape == part.shape and _difference(a, part) <= row.tolerance for part in parts):
+            return f"wrong: output {index} of shape {tuple(a.shape)} is no part of {tuple(e.shape)}"
+    handle.remove()
+    return "right"

@@ -257,7 +257,7 @@ def test_gradients_are_those_of_a_single_process(pool: Pool, world: int, model: 
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
-# -- order, optimizers, refusals -------------------------------------------------------------------------------------------
+# -- order, optimizers, refusals ---------------------------------------------------------------------------------------
 
 
 def _refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -343,4 +343,5 @@ def test_an_optimizer_takes_the_same_steps(pool: Pool, fsdp: bool) -> None:
     for off, name, kinds in pool.run(4, optimizer_step, fsdp):
         assert off < TOLERANCE, name
         # What the optimizer holds really is cut.
-        assert ("Shard" in kinds["single_transformer_blocks.0.proj_out.weight"]) and len(set(kinds.values())) > 1
+        assert "Shard" in kinds["single_transformer_blocks.0.proj_out.weight"]
+        assert len(set(kinds.values())) > 1

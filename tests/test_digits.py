@@ -19,9 +19,7 @@ sys.path.append(str(DIGITS_DIR))  # the example's scripts import each other as s
 
 from digits_pipeline import MODEL_DIR, build_pipeline, generate, model_config  # noqa: E402
 
-pytestmark = pytest.mark.timeout(
-    240
-)  # ten times what the pictures take on two idle cores; this suite often shares them
+pytestmark = pytest.mark.timeout(240)  # half a minute of CPU time, on cores that may be busy with other work
 
 LABELS = [index % 10 for index in range(200)]
 STEPS = 8

@@ -39,7 +39,7 @@ def single() -> nn.Module:
     return model_cases.build(FLUX)
 
 
-# -- loss on the local shard -----------------------------------------------------------------------------------------------
+# -- loss on the local shard -------------------------------------------------------------------------------------------
 
 
 def _target(seed: int, image: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def test_a_mean_over_tokens_stays_the_mean_on_unequal_shards(pool: Pool, world: 
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
-# -- micro-batches and activation checkpointing --------------------------------------------------------------------------
+# -- micro-batches and activation checkpointing ------------------------------------------------------------------------
 
 
 def _wrap_blocks(model: nn.Module) -> None:
@@ -193,7 +193,7 @@ def test_micro_batches_and_activation_checkpointing(pool: Pool, world: int) -> N
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
-# -- average_gradients, sum_over_tp, clip_grad_norm_ ---------------------------------------------------------------------
+# -- average_gradients, sum_over_tp, clip_grad_norm_ -------------------------------------------------------------------
 
 
 class Uneven(nn.Module):
@@ -314,7 +314,7 @@ def test_clipping_is_torchs_where_torchs_works() -> None:
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-# -- seeds -----------------------------------------------------------------------------------------------------------------
+# -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def draws() -> list[Any]:
@@ -323,7 +323,8 @@ def draws() -> list[Any]:
     for step in (0, 0, 1):
         generator = meshcp.seed_everything(7, mesh, step=step)
         dropout = torch.nn.functional.dropout(torch.ones(20), 0.5)
-        found.append((torch.randn(2, generator=generator).tolist(), dropout.tolist(), random.random(), numpy.random.rand()))
+        noise = torch.randn(2, generator=generator)
+        found.append((noise.tolist(), dropout.tolist(), random.random(), numpy.random.rand()))
     return found
 
 
@@ -343,10 +344,8 @@ def test_ranks_on_one_sample_draw_alike_and_others_do_not(pool: Pool) -> None:
 def step_of_training(seeded: bool, check: bool) -> str:
     """One step with noise; what happens without a common seed."""
     mesh = make((("dp", 2), ("ulysses", 2)))
-    if seeded:
-        generator = meshcp.seed_everything(7, mesh)
-    else:
-        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    unlike = torch.Generator().manual_seed(7 + dist.get_rank())
+    generator = meshcp.seed_everything(7, mesh) if seeded else unlike
     given = inputs(0, 9)
     given["hidden_states"] = torch.randn(given["hidden_states"].shape, generator=generator, dtype=torch.float64)
     model = single()

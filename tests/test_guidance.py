@@ -39,7 +39,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return model_cases._difference(actual, expected)
 
 
-# -- one call with both halves in its batch ------------------------------------------------------------------------------
+# -- one call with both halves in its batch ----------------------------------------------------------------------------
 
 
 def batched(names: tuple[str, ...], shape: tuple[int, ...]) -> list[Any]:
@@ -74,7 +74,7 @@ def test_a_batch_of_both_halves_is_cut(pool: Pool, names: tuple[str, ...], shape
         assert cut == 2
 
 
-# -- two calls, in the pipelines of Diffusers ------------------------------------------------------------------------------
+# -- two calls, in the pipelines of Diffusers --------------------------------------------------------------------------
 
 
 def qwen_pipeline(transformer: nn.Module) -> Tensor:
@@ -102,8 +102,8 @@ def wan_pipeline(transformer: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     embeds = [torch.randn(1, 5, 12, generator=generator, dtype=torch.float64) for _ in range(2)]
     return pipe(
-        prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1], height=48, width=80, num_frames=9, guidance_scale=4.0,
-        num_inference_steps=3, generator=torch.Generator().manual_seed(1), output_type="latent",
+        prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1], height=48, width=80, num_frames=9,
+        guidance_scale=4.0, num_inference_steps=3, generator=torch.Generator().manual_seed(1), output_type="latent",
     ).frames  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def test_each_half_of_two_calls_is_computed_by_its_ranks(
         assert described == "0 calls cut, 6 paired, 0 alone"
 
 
-# -- scripts of other kinds ------------------------------------------------------------------------------------------------
+# -- scripts of other kinds --------------------------------------------------------------------------------------------
 
 
 class Echo(nn.Module):

@@ -472,6 +472,7 @@ def test_a_rank_reads_its_own_part_and_holds_little_else(pool: Pool, tmp_path: P
     ranks = pool.run(world, measure_load, str(tmp_path), world)
     assert sum(rank["own"] for rank in ranks) == total
     for rank in ranks:
+        print({name: f"{size / 2**20:.1f} MiB" for name, size in rank.items()})
         assert rank["taken"] == rank["own"]
         # The kernel counts whole pages and what the allocator keeps; a few MB.
         slack = loading._MAPPED_BYTES + 8 * 2**20
@@ -494,6 +495,7 @@ def test_saving_holds_one_tensor_at_a_time(pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     FluxTransformer2DModel(**LARGE).save_pretrained(tmp_path / "from")
     for grown, largest, total in pool.run(2, measure_save, str(tmp_path / "from"), str(tmp_path / "to"), 2):
+        print(f"saving: {grown / 2**20:.1f} MiB, largest {largest / 2**20:.1f}, all {total / 2**20:.1f}")
         # Gathering takes the pieces and the whole.
         assert grown <= 2.5 * largest + 8 * 2**20, (grown, largest, total)
         assert grown < 0.5 * total

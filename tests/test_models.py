@@ -35,3 +35,9 @@ def test_a_plan_that_lacks_an_entry_is_refused_or_harmless(pool: Pool, row: Row,
 
 def test_every_plan_has_rows() -> None:
     assert {name for name in PLANS} == {row.model for row in ROWS}
+
+
+@pytest.mark.parametrize("row", {row.model: row for row in reversed(ROWS)}.values(), ids=str)
+def test_outputs_left_sharded_are_parts_or_refused(pool: Pool, row: Row) -> None:
+    said = pool.run(2, model_cases.left_sharded, row)
+    assert all(what == "right" or what.startswith("refused") for what in said), said

@@ -55,7 +55,8 @@ ROWS = [
     with_config(EVEN, "odd", inputs=make(audio=45, text=7)),
     with_config(EVEN, "text-of-3", inputs=make(audio=25, text=3, batch=1)),
     with_config(
-        EVEN, "all-layers-with-a-window", config={**CONFIG, "layer_types": ["sliding_attention"] * 2, "sliding_window": 1},
+        EVEN, "all-layers-with-a-window",
+        config={**CONFIG, "layer_types": ["sliding_attention"] * 2, "sliding_window": 1},
         inputs=make(audio=38, text=5),
     ),
 ]  # fmt: skip

@@ -46,7 +46,8 @@ def make(**options: Any) -> Any:
 
 # CogView4 applies its rotary embedding in fp32.
 FOUR = Row("even", "CogView4Transformer2DModel", CONFIG, make(grid=(4, 4), text=8), gradient_tolerance=3e-6)
-THREE = Row("even", "CogView3PlusTransformer2DModel", CONFIG, make(grid=(4, 4), text=8))
+# The bias of keys has no gradient but rounding: it moves all scores of a query alike.
+THREE = Row("even", "CogView3PlusTransformer2DModel", CONFIG, make(grid=(4, 4), text=8), gradient_tolerance=1e-9)
 
 ROWS = [
     FOUR,

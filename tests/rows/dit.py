@@ -32,7 +32,8 @@ def make(**options: Any) -> Any:
     return functools.partial(inputs, **options)
 
 
-EVEN = Row("even", "DiTTransformer2DModel", CONFIG, make(side=4))
+# The bias of keys has no gradient but rounding: it moves all scores of a query alike.
+EVEN = Row("even", "DiTTransformer2DModel", CONFIG, make(side=4), gradient_tolerance=1e-9)
 
 ROWS = [
     EVEN,

@@ -60,7 +60,8 @@ def make(**options: Any) -> Any:
     return functools.partial(inputs, **options)
 
 
-EVEN = Row("even", "PixArtTransformer2DModel", CONFIG, make(grid=(4, 4), text=8))
+# The bias of keys has no gradient but rounding: it moves all scores of a query alike.
+EVEN = Row("even", "PixArtTransformer2DModel", CONFIG, make(grid=(4, 4), text=8), gradient_tolerance=1e-9)
 
 ROWS = [
     EVEN,
