@@ -5,7 +5,8 @@
 
 On several nodes, the same with torchrun's own options on each node:
 
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/flux.py --ring 2 --ulysses 8
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        examples/flux.py --ring 2 --ulysses 8
 
 Put ulysses on the ranks of one node (it is the inner axis) and ring across nodes.
 """

@@ -58,9 +58,9 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of this name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
 # -- DTensor operator strategies -----------------------------------------------------------------------------------
@@ -306,8 +306,9 @@ def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 # -- diffusers: hooks that caches, offloading and casting put around the forward of a module --------------------------
 # module._diffusers_hook is a HookRegistry; each hook swaps module.forward for a function that calls the one before,
-# which it keeps in fn_ref.original_forward (hooks with a new_forward) or fn_ref.forward. Accelerate keeps the one before
-# in module._old_forward. A forward that is put in the place of the innermost one works in either order with them.
+# which it keeps in fn_ref.original_forward (hooks with a new_forward) or fn_ref.forward. Accelerate keeps the one
+# before in module._old_forward. A forward that is put in the place of the innermost one works in either order with
+# them.
 
 
 def hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str, Any]]:

@@ -31,10 +31,10 @@ _BY_STEP = frozenset(
         "TaylorSeerCacheHook",
     }
 )
-_ALTERNATIVES = "FirstBlockCache, MagCache, TaylorSeer, FasterCache and pyramid attention broadcast work"
+_INSTEAD = "FirstBlockCache, MagCache, TaylorSeer, FasterCache and pyramid attention broadcast work"
 _REFUSED = {
-    "TextKVCacheTransformerHook": f"it finds the text by its address in memory, which sharding changes; {_ALTERNATIVES}",
-    "SeaCacheRootHook": f"it decides by a spectrum of the rank's own part of the input; {_ALTERNATIVES}",
+    "TextKVCacheTransformerHook": f"it finds the text by its address in memory, which sharding changes; {_INSTEAD}",
+    "SeaCacheRootHook": f"it decides by a spectrum of the rank's own part of the input; {_INSTEAD}",
     "ContextParallelSplitHook": "Diffusers' own context parallelism is on; reload the model without parallel_config",
     "ContextParallelGatherHook": "Diffusers' own context parallelism is on; reload the model without parallel_config",
     "SmoothedEnergyGuidanceHook": "it blurs queries over the whole sequence; use another guidance",
@@ -58,6 +58,10 @@ class Attachment:
     name: str
     undo: Undo
 
+    def detach(self) -> None:
+        """Take the style off, from wherever it is now."""
+        self.undo()
+
     def refresh(self, runtime: Runtime) -> None:
         """Move to the module that has taken the place of this one, or under a forward that was put over it.
 
@@ -74,6 +78,10 @@ class Attachment:
         self.style.check(current, self.path, runtime)
         self.module, self.undo = current, self.style.attach(current, self.path, runtime)
 
+    def remove(self) -> None:
+        """Take the style off, from wherever it has moved to."""
+        self.undo()
+
 
 def _nothing() -> None:
     """Undo nothing."""
@@ -84,13 +92,16 @@ def attach_all(
 ) -> list[Attachment]:
     """Attach every style; ``into`` gets the way back after each."""
     places = {
-        id(child): (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is not None
+        id(child): (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
     }
     found = []
     for path, module, style in matches:
         parent, name = (None, "") if module is model else places[id(module)]
         attachment = Attachment(path, module, style, parent, name, style.attach(module, path, runtime))
-        into.append(lambda attachment=attachment: attachment.undo())
+        into.append(attachment.remove)
         found.append(attachment)
     return found
 
@@ -134,7 +145,7 @@ class Caches:
         )
         # A first block that attends locally sees the same on every rank.
         if streams is not None:
-            hook.__dict__[_compat.FIRST_BLOCK_DECISION] = self._decision(hook, streams)
+            hook.__dict__[_compat.FIRST_BLOCK_DECISION] = torch.compiler.disable(self._decision(hook, streams))
             self.adapted.append(hook)
 
     def _decision(self, hook: Any, streams: tuple[str, ...]) -> Callable[[torch.Tensor], bool]:
@@ -143,18 +154,17 @@ class Caches:
         # Blocks that return the text apart compare the other streams only.
         candidates = [*single, streams] if _compat.returns_text_apart(hook) else [streams, *single]
 
-        @torch.compiler.disable
         def should_compute(residual: torch.Tensor) -> bool:
             previous = _compat.first_block_residual(hook)
             if previous is None:
                 return True
             held = next((c for c in candidates if _fits(runtime, c, residual)), None)
-            sums = torch.zeros(3, dtype=torch.float64)
+            dtype = torch.float32 if residual.device.type == "mps" else torch.float64
+            sums = torch.zeros(3, dtype=dtype, device=residual.device)
             if held is not None:
                 where = seq(1, *held)
                 new, old = (runtime.lengths.trim(x, where, "FirstBlockCache's residual") for x in (residual, previous))
-                sums[:] = torch.tensor([float((new - old).abs().sum()), float(old.abs().sum()), float(old.shape[1])])
-            sums = sums.float().to(residual.device) if residual.device.type == "mps" else sums.to(residual.device)
+                sums[0], sums[1], sums[2] = (new - old).abs().sum(), old.abs().sum(), old.shape[1]
             for degree, group in runtime.context.axes:
                 if degree > 1:
                     dist.all_reduce(sums, group=_compat.resolve_group(group))
@@ -162,12 +172,13 @@ class Caches:
             known = runtime.lengths.known
             if rows not in {sum(known[stream] for stream in candidate) for candidate in candidates}:
                 raise LayoutError(
-                    f"FirstBlockCache on {model}: the first block returns {tuple(residual.shape)} here, whose rows are none "
-                    f"of {candidates}. Call model.disable_cache(), or use MagCache, which compares nothing"
+                    f"FirstBlockCache on {model}: the first block returns {tuple(residual.shape)} here, whose rows are "
+                    f"none of {candidates}. Call model.disable_cache(), or use MagCache, which compares nothing"
                 )
             return bool(change / size > hook.threshold) if size else True
 
-        return should_compute
+        decision: Callable[[torch.Tensor], bool] = torch.compiler.disable(should_compute)
+        return decision
 
 
 def _fits(runtime: Runtime, streams: tuple[str, ...], x: torch.Tensor) -> bool:
@@ -185,7 +196,6 @@ def refuse(kind: str, hook: Any, model: str, gather: bool) -> None:
     elif reason is None and kind == "FasterCacheDenoiserHook" and not gather:
         reason = "it splits the output by frequency, and gather=False leaves it sharded; use gather=True"
     elif reason is None and hook._is_stateful and kind not in _BY_STEP and kind != "FBCHeadBlockHook":
-        reason = f"meshcp does not know whether it decides alike on every rank; {_ALTERNATIVES}"
+        reason = f"meshcp does not know whether it decides alike on every rank; {_INSTEAD}"
     if reason is not None:
         raise PlanError(f"{model} has the Diffusers hook {kind}, which does not go with context parallelism: {reason}")
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,8 +21,10 @@ def main() -> None:
 
 @app.command()
 def models(
-    markdown: bool = typer.Option(False, help="Print the table of the README."),
-    write: Path | None = typer.Option(None, help="Put the table between the markers of this file (README.md)."),
+    markdown: Annotated[bool, typer.Option(help="Print the table of the README.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Put the table between the markers of this file (README.md).")
+    ] = None,
 ) -> None:
     """The models that have a plan, with their streams and limits; then those that have none, and why."""
     header, *rows = table()
@@ -51,7 +54,9 @@ def between_markers(page: str, text: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise typer.BadParameter(f"no {BEGIN.strip()} ... {END} in the file; put these two lines where the table belongs")
+        raise typer.BadParameter(
+            f"no {BEGIN.strip()} ... {END} in the file; put these two lines where the table belongs"
+        )
     return f"{before}{BEGIN}{text}\n{END}{after}"
 
 

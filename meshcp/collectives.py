@@ -54,7 +54,7 @@ def all_gather(x: torch.Tensor, dim: int, sizes: Sequence[int], rank: int, group
         sizes: length of each rank's shard.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        gathered: torch.Tensor = _GatherSum.apply(x, dim, tuple(sizes), rank, group)  # type: ignore[no-untyped-call]
+        gathered: torch.Tensor = _GatherSum.apply(x, dim, tuple(sizes), rank, group)
         return gathered
     return _gather(x, dim, sizes, group)
 
@@ -108,7 +108,7 @@ class _SumBoth(torch.autograd.Function):
 def sum_over(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over ``group`` of what each rank goes on with alone; so is its gradient the sum of theirs."""
     if torch.is_grad_enabled() and x.requires_grad:
-        summed: torch.Tensor = _SumBoth.apply(x, group)  # type: ignore[no-untyped-call]
+        summed: torch.Tensor = _SumBoth.apply(x, group)
         return summed
     return all_reduce(x.contiguous(), group)
 

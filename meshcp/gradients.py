@@ -184,9 +184,7 @@ def local_mean(
 
 class _WeighedMean(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, weights: torch.Tensor | None, axes: tuple[_Axis, ...]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, loss: torch.Tensor, weights: torch.Tensor | None, axes: tuple[_Axis, ...]) -> torch.Tensor:
         exact = torch.float32 if loss.device.type == "mps" else torch.float64
         wide = loss.to(exact)
         if weights is None:

@@ -51,7 +51,8 @@ class StreamLengths:
         Raises:
             LayoutError: another tensor of the same stream had another length.
         """
-        # Under torch.compile a length may be symbolic; a layout is made of plain integers, so each length compiles once.
+        # Under torch.compile a length may be symbolic; a layout is made of plain integers, so each length compiles
+        # once.
         length = operator.index(length)
         known = self.known.get(stream)
         if known is None:
@@ -59,8 +60,9 @@ class StreamLengths:
             self._told_by[stream] = who
         elif known != length:
             raise LayoutError(
-                f"stream {stream!r}: {who} has length {length}, but {self._told_by[stream]} has {known}; tensors of one "
-                "stream must be equally long. Pass inputs that belong together, or give the plan another stream name"
+                f"stream {stream!r}: {who} has length {length}, but {self._told_by[stream]} has {known}; tensors of "
+                "one stream must be equally long. Pass inputs that belong together, or give the plan another stream "
+                "name"
             )
 
     def layout(self, streams: Sequence[str], who: str) -> SequenceLayout:
@@ -73,7 +75,8 @@ class StreamLengths:
         if missing:
             raise LayoutError(
                 f"{who} needs the length of stream {', '.join(map(repr, missing))}, which no input told; known: "
-                f"{self.known or 'none'}. Shard an input of that stream first: ShardInputs(name=seq(dim, {missing[0]!r}))"
+                f"{self.known or 'none'}. Shard an input of that stream first: "
+                f"ShardInputs(name=seq(dim, {missing[0]!r}))"
             )
         return SequenceLayout(tuple(self.known[stream] for stream in streams), self.context.ring, self.context.ulysses)
 
@@ -142,10 +145,11 @@ class StreamLengths:
         """``[..., n * S, ...]`` as ``[..., n, S, ...]``."""
         if not layout.length or x.shape[dim] % layout.length:
             raise LayoutError(
-                f"{who} has length {x.shape[dim]} along dim {dim}; needed: a multiple of {layout.length}, the length of its "
-                "streams, as the plan takes it for several sequences end to end"
+                f"{who} has length {x.shape[dim]} along dim {dim}; needed: a multiple of {layout.length}, the length "
+                "of its streams, as the plan takes it for several sequences end to end"
             )
-        return x.unflatten(dim, (-1, layout.length))
+        unfolded: torch.Tensor = x.unflatten(dim, (-1, layout.length))
+        return unfolded
 
     def count(self, value: Any, where: StreamCount, who: str) -> int:
         """How many rows of the streams this rank holds, for an argument that says how many there are in all.
@@ -162,7 +166,9 @@ class StreamLengths:
             self.tell(where.streams[0], value, who)
         layout = self.layout(where.streams, who)
         if isinstance(value, bool) or not isinstance(value, int) or value != layout.length:
-            raise LayoutError(f"{who} is {value!r}; the plan takes it for the length of {where.streams}, {layout.length}")
+            raise LayoutError(
+                f"{who} is {value!r}; the plan takes it for the length of {where.streams}, {layout.length}"
+            )
         return total(layout.held(self.context.ring_rank, self.context.ulysses_rank))
 
     def _count_leading(self, value: Any, where: StreamCount, who: str) -> int:
@@ -228,7 +234,9 @@ class StreamLengths:
             sizes.append(stop - start)
         if sum(sizes) != x.shape[dim]:
             parts = " + ".join(f"{name} {size}" for name, size in zip(where.streams, sizes, strict=True))
-            raise LayoutError(f"{who} has {x.shape[dim]} rows along dim {dim}, but the plan gives it {parts} ({where!r})")
+            raise LayoutError(
+                f"{who} has {x.shape[dim]} rows along dim {dim}, but the plan gives it {parts} ({where!r})"
+            )
         pieces = zip(where.streams, x.split(sizes, dim), strict=True)
         done = [
             piece if name in where.whole else function(piece, StreamDim(dim, (name,)), who) for name, piece in pieces
@@ -303,11 +311,11 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor, str], Any], path: 
     if isinstance(value, torch.Tensor):
         return function(value, path)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(x, function, f"{path}.{n}") for n, x in zip(value._fields, value, strict=True)))
+        return type(value)(
+            *(map_tensors(x, function, f"{path}.{n}") for n, x in zip(value._fields, value, strict=True))
+        )
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(x, function, f"{path}[{i}]") for i, x in enumerate(value))
     if type(value) is dict:
         return {key: map_tensors(x, function, f"{path}[{key!r}]") for key, x in value.items()}
     return value
-
-

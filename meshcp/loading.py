@@ -103,7 +103,7 @@ def load_sharded(
     device = _default_device(mesh) if device is None else torch.device(device)
     checkpoint = _Checkpoint.open(directory, variant)
     with _parameters_on_meta(), _default_dtype(dtype):
-        model = model_class.from_config(model_class.load_config(os.fspath(directory)))  # type: ignore[attr-defined]
+        model: Any = model_class.from_config(model_class.load_config(os.fspath(directory)))  # type: ignore[attr-defined]
     dtypes = _check(model, model_class, checkpoint, dtype)
     # fully_shard notes the dtype of a parameter when it cuts it.
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -114,8 +114,9 @@ def load_sharded(
     elif mesh is not None:
         _shard_by_axes(model, mesh)
     _fill(model, checkpoint, dtypes, device)
-    model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
-    return model.eval()
+    model.register_to_config(_name_or_path=os.fspath(path))
+    loaded: Model = model.eval()
+    return loaded
 
 
 # -- building without storage ------------------------------------------------------------------------------------------
@@ -402,8 +403,8 @@ def save_sharded(
     """Save a sharded model as Diffusers does, for ``from_pretrained`` and :func:`load_sharded`.
 
     Every rank that holds a part calls this. Tensors are gathered one at a time and go straight into the file, so a
-    rank holds its own part and one whole tensor, never the model. Files are written under temporary names
-    beside their places; only when all are complete do they replace what was there.
+    rank holds its own part and one whole tensor (and its pieces, while it is gathered), never the model. Files are
+    written under temporary names beside their places; only when all are complete do they replace what was there.
 
     Args:
         model: with parameters that are DTensors (FSDP2, tensor parallel), plain, or both.
@@ -523,7 +524,7 @@ class _Writer:
     def append(self, whole: torch.Tensor, dtype: torch.dtype) -> None:
         assert self.file is not None
         flat = whole.to("cpu", dtype).contiguous().reshape(-1)
-        self.file.write(memoryview(flat.view(torch.uint8).numpy()))
+        self.file.write(flat.view(torch.uint8).numpy().data)
 
     def end(self) -> None:
         if self.file is not None:

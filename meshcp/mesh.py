@@ -37,11 +37,14 @@ def init_mesh(*, ring: int = 1, ulysses: int = 1, device_type: str | None = None
     degrees = {**outer, RING: ring, ULYSSES: ulysses}
     if "tp" in others:
         degrees["tp"] = others["tp"]
-    for name, degree in degrees.items():
+    given: dict[str, object] = {**degrees}
+    for name, degree in given.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise MeshError(f"mesh axis {name!r} has degree {degree!r}; a degree is an integer of at least 1")
     if device_type is None:
-        device_type = accelerator.type if (accelerator := torch.accelerator.current_accelerator(check_available=True)) else "cpu"
+        device_type = (
+            accelerator.type if (accelerator := torch.accelerator.current_accelerator(check_available=True)) else "cpu"
+        )
     if dist.is_initialized():
         world = dist.get_world_size()
         if math.prod(degrees.values()) != world:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -17,8 +18,8 @@ from .errors import PlanError
 from .layout import map_tensors
 from .mesh import ContextMesh, context_mesh
 from .models import plan_for
-from .plan import Plan, clean_path
 from .placements import StreamDim
+from .plan import Plan, clean_path
 from .styles import (
     ContextParallelAttention,
     GatherOutputs,
@@ -152,12 +153,14 @@ def attach(
         if not any(trimmed):
             raise PlanError(
                 f"gather=False leaves outputs sharded, but {type(model).__name__} itself goes on with the whole "
-                "sequence (it puts patches together, for one), so its outputs are whole on every rank; leave gather=True"
+                "sequence (it puts patches together, for one), so its outputs are whole on every rank; leave "
+                "gather=True"
             )
         matches = [
             (path, module, TrimOutputs(*style.outputs) if trim and isinstance(style, GatherOutputs) else style)
             for trim, (path, module, style) in zip(trimmed, matches, strict=True)
         ]
+    fitting: list[tuple[str, nn.Module, MeshcpStyle]] = []
     for path, module, style in matches:
         if not isinstance(style, MeshcpStyle):
             raise PlanError(
@@ -165,12 +168,13 @@ def attach(
                 "before: parallelize_module(model, mesh['tp'], tp_plan), then meshcp.parallelize"
             )
         style.check(module, path, runtime)
-    _check_coverage(model, plan, matches)
+        fitting.append((path, module, style))
+    _check_coverage(model, plan, fitting)
     handle = Handle(model, mesh, plan, context, runtime)
     try:
         handle._undo.append(_compat.separate_compile_caches(context.ring_group, context.ulysses_group))
         _attach_model(model, handle, check_inputs, gather)
-        handle._attachments += attach_all(model, matches, runtime, handle._undo)
+        handle._attachments += attach_all(model, fitting, runtime, handle._undo)
         handle._caches = Caches(model, handle._attachments, runtime, gather)
         handle._undo.append(handle._caches.undo)
         handle._caches.check()
@@ -181,7 +185,7 @@ def attach(
     return handle
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         hint = ": pass its transformer, pipe.transformer" if hasattr(model, "transformer") else ""
         raise PlanError(f"a model (torch.nn.Module) is needed, found {type(model).__name__}{hint}")
@@ -191,26 +195,34 @@ def _check_model(model: nn.Module) -> None:
         raise PlanError("the model is what torch.compile returned; parallelize the model itself, then compile it")
     if _MARK in model.__dict__:
         raise PlanError(
-            f"this {type(model).__name__} is parallel already, on {model.__dict__[_MARK].context}; call handle.remove() "
-            "before you parallelize it anew"
+            f"this {type(model).__name__} is parallel already, on {model.__dict__[_MARK].context}; call "
+            "handle.remove() before you parallelize it anew"
         )
 
 
-def _check_coverage(model: nn.Module, plan: Plan, matches: list[tuple[str, nn.Module, Any]]) -> None:
-    covered = {id(module) for _, module, style in matches if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)}
+def _check_coverage(model: nn.Module, plan: Plan, matches: list[tuple[str, nn.Module, MeshcpStyle]]) -> None:
+    covered = {
+        id(module)
+        for _, module, style in matches
+        if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)
+    }
     missed = []
     for name, module in model.named_modules():
         if _compat.is_attention(module) and not any(id(inner) in covered for inner in module.modules()):
             missed.append(clean_path(name))
     # A module inside a covered one runs under its cover.
-    covered_paths = [path for path, _, style in matches if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)]
+    covered_paths = [
+        path
+        for path, _, style in matches
+        if isinstance(style, ContextParallelAttention | LinearAttention | LocalAttention)
+    ]
     missed = [path for path in missed if not any(path.startswith(f"{outer}.") for outer in covered_paths)]
     if missed:
         shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
         raise PlanError(
             f"the plan covers no style for the attention in {shown} of {type(model).__name__}; over a sharded sequence "
-            "local attention would be silently wrong. Add ContextParallelAttention(streams) for each, or LocalAttention() "
-            "where keys and values are whole on every rank"
+            "local attention would be silently wrong. Add ContextParallelAttention(streams) for each, or "
+            "LocalAttention() where keys and values are whole on every rank"
         )
 
 
@@ -219,7 +231,7 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
     runtime, name = handle._runtime, type(model).__name__
     names = [parameter for parameter in inspect.signature(type(model).forward).parameters if parameter != "self"]
     first = check_inputs
-    watching: list[UncoveredCalls] = []
+    watching: list[contextlib.ExitStack] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal first
@@ -232,12 +244,12 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
         if handle._caches is not None:
             handle._caches.check()
         while watching:
-            watching.pop().__exit__(None, None, None)
+            watching.pop().close()
         if first:
             first = False
             check_agreement(runtime.context, {**dict(zip(names, args, strict=False)), **kwargs})
-            watch = UncoveredCalls(runtime, name)
-            watch.__enter__()
+            watch = contextlib.ExitStack()
+            watch.enter_context(UncoveredCalls(runtime, name))
             watching.append(watch)
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
@@ -254,7 +266,7 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
             )
         if watching and not torch.compiler.is_compiling():
             while watching:
-                watching.pop().__exit__(None, None, None)
+                watching.pop().close()
             if output is not None and gather:
                 check_outputs(runtime.context, output, name)
 

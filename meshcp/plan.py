@@ -57,7 +57,9 @@ class Plan:
                     )
         unknown = set(optional) - {path for path, _ in normal}
         if unknown:
-            raise PlanError(f"optional paths {sorted(unknown)} are not among the plan's entries {[p for p, _ in normal]}")
+            raise PlanError(
+                f"optional paths {sorted(unknown)} are not among the plan's entries {[p for p, _ in normal]}"
+            )
         object.__setattr__(self, "entries", normal)
         object.__setattr__(self, "classes", (classes,) if isinstance(classes, str) else tuple(classes))
         object.__setattr__(self, "optional", tuple(optional))

@@ -14,7 +14,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, dataclass_transform
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from .mesh import ContextMesh
 from .placements import SequenceLayout, StreamCount, StreamDim, StreamGrid, StreamParts, select, total
 
 Undo = Callable[[], None]
+S = TypeVar("S", bound="MeshcpStyle")
 
 
 class Runtime:
@@ -115,6 +116,27 @@ class MeshcpStyle(ParallelStyle):
         raise NotImplementedError
 
 
+@dataclass_transform(frozen_default=True)
+def _style(*, init: bool = True) -> Callable[[type[S]], type[S]]:
+    """A frozen dataclass, save that ``src_data_rank`` may be set, to no effect.
+
+    torch's ``parallelize_module`` sets it on every style before it calls ``_apply``, which has more to say.
+    """
+
+    def make(cls: type[S]) -> type[S]:
+        frozen = dataclass(frozen=True, init=init)(cls)
+        refuse = frozen.__setattr__
+
+        def set_attribute(self: S, name: str, value: object) -> None:
+            if name != "src_data_rank":
+                refuse(self, name, value)
+
+        type.__setattr__(frozen, "__setattr__", set_attribute)
+        return frozen
+
+    return make
+
+
 def _parameters(module: nn.Module) -> list[str]:
     """Names of the arguments of ``forward``, as the class declares it."""
     # PEFT's layers stand for the layer that they wrap.
@@ -134,7 +156,7 @@ def _named(path: str) -> str:
     return repr(path) if path else "the model"
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class ShardInputs(MeshcpStyle):
     """Cut inputs of a module along the sequence: each rank goes on with its own part.
 
@@ -168,8 +190,8 @@ class ShardInputs(MeshcpStyle):
                 close = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise PlanError(
-                    f"ShardInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward takes "
-                    f"{', '.join(names)}; {hint}Correct the name in the plan"
+                    f"ShardInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
+                    f"takes {', '.join(names)}; {hint}Correct the name in the plan"
                 )
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
@@ -180,7 +202,9 @@ class ShardInputs(MeshcpStyle):
         places = [(name, names.index(name), where) for name, where in order if name in names]
         lengths = runtime.lengths
 
-        def shard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def shard(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             new_args, new_kwargs = list(args), dict(kwargs)
             for name, position, where in places:
                 if name in new_kwargs:
@@ -209,7 +233,7 @@ class ShardInputs(MeshcpStyle):
                 elif isinstance(where, StreamGrid):
                     lengths.tell(where.stream, _grid_size(value, where, who), who)
                 else:
-                    value = map_tensors(value, lambda x, at, where=where: lengths.shard(x, where, at), who)
+                    value = _map(value, where, who, lengths.shard)
                 if position < len(new_args):
                     new_args[position] = value
                 else:
@@ -230,6 +254,11 @@ def _grid_size(value: Any, where: StreamGrid, who: str) -> int:
         raise InputError(f"{who} is {value!r}; the plan needs sizes of a grid in it ({where!r})") from None
 
 
+def _map(value: Any, where: StreamDim, who: str, function: Callable[[torch.Tensor, StreamDim, str], Any]) -> Any:
+    """``function(tensor, where, who)`` in the place of every tensor in ``value``."""
+    return map_tensors(value, lambda x, at: function(x, where, at), who)
+
+
 def _shard_parts(value: Any, where: StreamParts, lengths: StreamLengths, who: str) -> Any:
     if not isinstance(value, tuple | list) or len(value) != len(where.parts):
         found = f"{len(value)} parts" if isinstance(value, tuple | list) else type(value).__name__
@@ -239,9 +268,7 @@ def _shard_parts(value: Any, where: StreamParts, lengths: StreamLengths, who: st
     new = list(value)
     for index, part in enumerate(where.parts):
         if part is not None and (value[index] is not None or not part.optional):
-            new[index] = map_tensors(
-                value[index], lambda x, at, part=part: lengths.shard(x, part, at), f"{who} [{index}]"
-            )
+            new[index] = _map(value[index], part, f"{who} [{index}]", lengths.shard)
     return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
@@ -264,9 +291,7 @@ def _on_outputs(
     for index, (key, value, where) in enumerate(zip(keys, values, entries, strict=False)):
         if where is None or value is None:
             continue
-        new = map_tensors(
-            value, lambda x, at, where=where: function(x, where, at), f"output [{key!r}] of {_named(path)}"
-        )
+        new = _map(value, where, f"output [{key!r}] of {_named(path)}", function)
         values[index] = new
         if isinstance(output, dict):
             output[key] = new
@@ -285,7 +310,7 @@ def _check_outputs(style: str, outputs: tuple[Any, ...]) -> None:
         raise PlanError(f'{style}() names no output; needed: seq(dim, "stream") for at least one')
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class ShardOutputs(MeshcpStyle):
     """Cut outputs of a module along the sequence, by position: ``ShardOutputs(seq(0, "image"), None)``.
 
@@ -313,7 +338,7 @@ class ShardOutputs(MeshcpStyle):
         return _after(module, path, runtime, shard)
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class GatherOutputs(MeshcpStyle):
     """Make outputs of a module whole again on every rank, by position: ``GatherOutputs(seq(1, "image"))``.
 
@@ -340,7 +365,7 @@ class GatherOutputs(MeshcpStyle):
         return _after(module, path, runtime, gather)
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class GatherInputs(ShardInputs):
     """Make inputs of a module whole on every rank: ``GatherInputs(hidden_states=seq(1, "video"))``.
 
@@ -360,7 +385,9 @@ class GatherInputs(ShardInputs):
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         names = _parameters(module)
 
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def gather(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             new_args, new_kwargs = list(args), dict(kwargs)
             for name, where in self.inputs:
                 assert isinstance(where, StreamDim)
@@ -368,7 +395,7 @@ class GatherInputs(ShardInputs):
                 value = new_kwargs[name] if name in new_kwargs else dict(enumerate(args)).get(position)
                 if value is None and not where.optional:
                     raise InputError(f"{who} is missing or None, and the plan gathers it as {where!r}; pass it")
-                value = map_tensors(value, lambda x, at, where=where: runtime.lengths.gather(x, where, at), who)
+                value = _map(value, where, who, runtime.lengths.gather)
                 if name in new_kwargs:
                     new_kwargs[name] = value
                 elif value is not None:
@@ -378,7 +405,7 @@ class GatherInputs(ShardInputs):
         return _before(module, path, runtime, gather)
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class TrimOutputs(GatherOutputs):
     """What ``parallelize(gather=False)`` puts in the place of :class:`GatherOutputs`: outputs stay sharded, without the
     stand-in rows of streams of which a rank has none."""
@@ -390,7 +417,7 @@ class TrimOutputs(GatherOutputs):
         return _after(module, path, runtime, trim)
 
 
-@dataclass(frozen=True)
+@_style()
 class LocalAttention(MeshcpStyle):
     """Attention that needs no communication: its keys and values are whole on every rank.
 
@@ -408,8 +435,8 @@ class LocalAttention(MeshcpStyle):
                 return original(*args, **kwargs)
             if place is not None and (args[place] if place < len(args) else kwargs.get(text)) is None:
                 raise AttentionError(
-                    f"{_named(path)} is a cross-attention that got no {text}, so that its keys are its own tokens, of which "
-                    "this rank has a part; the plan says LocalAttention(). Pass the text to the model"
+                    f"{_named(path)} is a cross-attention that got no {text}, so that its keys are its own tokens, of "
+                    "which this rank has a part; the plan says LocalAttention(). Pass the text to the model"
                 )
             runtime.inside += 1
             try:
@@ -420,7 +447,7 @@ class LocalAttention(MeshcpStyle):
         return _wrap_forward(module, run)
 
 
-@dataclass(frozen=True)
+@_style()
 class CarryStream(MeshcpStyle):
     """An object that one forward pass returns and later ones take, in which each rank keeps its own rows of a stream.
 
@@ -471,7 +498,7 @@ class CarryStream(MeshcpStyle):
         return undo
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class RefuseInputs(MeshcpStyle):
     """Inputs that must be left out, and why: ``RefuseInputs(sparse_params="the block mask is chosen from ...")``.
 
@@ -491,8 +518,8 @@ class RefuseInputs(MeshcpStyle):
         for name, _ in self.reasons:
             if name not in names:
                 raise PlanError(
-                    f"RefuseInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward takes "
-                    f"{', '.join(names)}; correct the name in the plan"
+                    f"RefuseInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
+                    f"takes {', '.join(names)}; correct the name in the plan"
                 )
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
@@ -507,12 +534,13 @@ class RefuseInputs(MeshcpStyle):
         return _before(module, path, runtime, refuse)
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class GatherStores(MeshcpStyle):
-    """What a module keeps for later in a cache that it is given, made whole: ``GatherStores(kv_cache=seq(1, "image"))``.
+    """What a module keeps for later in a cache that it is given, made whole.
 
-    The argument is an object with a method ``store``, which takes keys and values; another forward pass reads them, over
-    streams of other lengths: see ``whole`` of :class:`ContextParallelAttention`. One all-gather a tensor.
+    ``GatherStores(kv_cache=seq(1, "image"))``: the argument is an object with a method ``store``, which takes keys and
+    values; another forward pass reads them, over streams of other lengths: see ``whole`` of
+    :class:`ContextParallelAttention`. One all-gather a tensor.
     """
 
     caches: tuple[tuple[str, StreamDim], ...]
@@ -529,8 +557,8 @@ class GatherStores(MeshcpStyle):
         for name, _ in self.caches:
             if name not in names:
                 raise PlanError(
-                    f"GatherStores names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward takes "
-                    f"{', '.join(names)}; correct the name in the plan"
+                    f"GatherStores names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
+                    f"takes {', '.join(names)}; correct the name in the plan"
                 )
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
@@ -542,10 +570,9 @@ class GatherStores(MeshcpStyle):
             for name, position, where in places:
                 values: Any = new_kwargs if name in new_kwargs else new_args
                 key = name if name in new_kwargs else position
-                if name in new_kwargs or position < len(new_args):
-                    if values[key] is not None:
-                        who = f"what {_named(path)} stores in {name!r}"
-                        values[key] = _GatheringCache(values[key], where, runtime.lengths, who)
+                if (name in new_kwargs or position < len(new_args)) and values[key] is not None:
+                    who = f"what {_named(path)} stores in {name!r}"
+                    values[key] = _GatheringCache(values[key], where, runtime.lengths, who)
             return tuple(new_args), new_kwargs
 
         return _before(module, path, runtime, wrap)
@@ -564,7 +591,7 @@ class _GatheringCache:
         return self._cache.store(*(self._lengths.gather(x, self._where, self._who) for x in tensors))
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class ContextParallelAttention(MeshcpStyle):
     """Attention over sequences that are sharded over the mesh.
 
@@ -621,7 +648,9 @@ class ContextParallelAttention(MeshcpStyle):
         mask_streams: Sequence[str] = (),
     ) -> None:
         if isinstance(streams, str) or not streams:
-            raise PlanError(f'ContextParallelAttention(streams={streams!r}): needed: a tuple of names, such as ("text", "image")')
+            raise PlanError(
+                f'ContextParallelAttention(streams={streams!r}): needed: a tuple of names, such as ("text", "image")'
+            )
         set_ = object.__setattr__
         set_(self, "streams", tuple(streams))
         set_(self, "kv", kv if kv is None or kv == "replicated" else tuple(kv))
@@ -660,10 +689,13 @@ class ContextParallelAttention(MeshcpStyle):
             )
         if self.mask_streams and not (self.mask and {*(self.kv or self.streams)} <= {*self.mask_streams}):
             raise PlanError(
-                f"{self!r} on {_named(path)}: mask_streams needs mask, and the streams {self.kv or self.streams} among its own"
+                f"{self!r} on {_named(path)}: mask_streams needs mask, and the streams {self.kv or self.streams} among "
+                "its own"
             )
         if self.whole is not None and self.kv == "replicated":
-            raise PlanError(f'{self!r} on {_named(path)}: kv="replicated" says that all keys are whole; leave whole out')
+            raise PlanError(
+                f'{self!r} on {_named(path)}: kv="replicated" says that all keys are whole; leave whole out'
+            )
         _check_native_only(self, _compat.chosen_backend(_owner(module)), path)
         if runtime.context.ring > 1 and self.kv != "replicated":
             backend = _compat.chosen_backend(_owner(module))
@@ -681,8 +713,8 @@ class ContextParallelAttention(MeshcpStyle):
 def _check_native_only(style: ContextParallelAttention, backend: str, path: str) -> None:
     if style.native_only and backend not in AUTOMATIC:
         raise AttentionError(
-            f"{_named(path)} has the attention backend {backend!r}, with which this model masks otherwise than the plan "
-            "covers; needed: Diffusers' own choice (model.reset_attention_backend())"
+            f"{_named(path)} has the attention backend {backend!r}, with which this model masks otherwise than the "
+            "plan covers; needed: Diffusers' own choice (model.reset_attention_backend())"
         )
 
 
@@ -810,8 +842,8 @@ class AttentionSite:
         known = runtime.lengths.known.get(style.whole or "", 0)
         if extra < 0 or (known and extra != known):
             raise LayoutError(
-                f"{who} has {rows} rows; needed: the {known or 'cached ones'} of {style.whole!r}, whole, and this rank's "
-                f"of {layout}. Correct the plan's streams, or shard the missing input"
+                f"{who} has {rows} rows; needed: the {known or 'cached ones'} of {style.whole!r}, whole, and this "
+                f"rank's of {layout}. Correct the plan's streams, or shard the missing input"
             )
         return extra
 
@@ -824,9 +856,7 @@ class AttentionSite:
         )[0]
         return torch.cat([x_BHSD[:, :, start:stop], x_BHSD[:, :, whole:]], 2)
 
-    def _plan(
-        self, style: ContextParallelAttention, q: torch.Tensor, k: torch.Tensor, whole: int = 0
-    ) -> CallPlan:
+    def _plan(self, style: ContextParallelAttention, q: torch.Tensor, k: torch.Tensor, whole: int = 0) -> CallPlan:
         runtime, who = self.runtime, f"attention in {_named(self.path)}"
         known = runtime.lengths.known
         heads, kv_heads, rows, kv_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -879,8 +909,8 @@ class AttentionSite:
         layout = self.runtime.lengths.layout(style.mask_streams, f"the mask of {_named(self.path)}")
         if mask.shape[-1] != layout.length:
             raise AttentionError(
-                f"the mask of {_named(self.path)} has shape {tuple(mask.shape)}; needed: {layout.length} keys, those of the "
-                f"streams {style.mask_streams}"
+                f"the mask of {_named(self.path)} has shape {tuple(mask.shape)}; needed: {layout.length} keys, those "
+                f"of the streams {style.mask_streams}"
             )
         columns = dict(zip(style.mask_streams, mask.split(list(layout.lengths), -1), strict=True))
         return torch.cat([columns[stream] for stream in style.kv or style.streams], -1)
@@ -916,8 +946,9 @@ class AttentionSite:
             if mask is not None and mask.ndim == 2 and tuple(mask.shape) == (q.shape[0], k.shape[2]):
                 mask = mask[:, None, None, :]
             return sdpa(q, k, v, mask, causal, scale)
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        return _compat.dispatch(self.backend, *rows, mask, causal, scale, k.shape[1] != q.shape[1]).transpose(1, 2)
+        grouped = k.shape[1] != q.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _compat.dispatch(self.backend, q, k, v, mask, causal, scale, grouped).transpose(1, 2)
 
 
 def replace_then(style: ContextParallelAttention) -> ContextParallelAttention:
@@ -927,12 +958,12 @@ def replace_then(style: ContextParallelAttention) -> ContextParallelAttention:
     return ContextParallelAttention(style.streams, style.kv, LocalAttention(), dict(style.key_masks))
 
 
-@dataclass(frozen=True, init=False)
+@_style(init=False)
 class LinearAttention(MeshcpStyle):
     """Linear attention over sharded streams: a state that is a sum over the sequence, applied to each query.
 
-    The processor makes the state with one ``torch.matmul`` of values ``[B, H, D, S]`` and keys ``[B, H, S, D]``, its first;
-    the state is summed over the mesh. One all-reduce of ``[B, H, D, D]``, whatever the length of the sequence.
+    The processor makes the state with one ``torch.matmul`` of values ``[B, H, D, S]`` and keys ``[B, H, S, D]``, its
+    first; the state is summed over the mesh. One all-reduce of ``[B, H, D, D]``, whatever the length of the sequence.
     """
 
     streams: tuple[str, ...]
@@ -954,8 +985,8 @@ class LinearAttention(MeshcpStyle):
                 output = original(*args, **kwargs)
             if not mode.seen:
                 raise AttentionError(
-                    f"{_named(path)} ran without a torch.matmul of values and keys; LinearAttention covers processors that make "
-                    "their state with one. Set such a processor, or cover the module with another style"
+                    f"{_named(path)} ran without a torch.matmul of values and keys; LinearAttention covers processors "
+                    "that make their state with one. Set such a processor, or cover the module with another style"
                 )
             return output
 
@@ -993,14 +1024,14 @@ class _FirstMatmul(TorchFunctionMode):
         return state
 
 
-@dataclass(frozen=True)
+@_style()
 class FoldTokens(MeshcpStyle):
     """A block that folds its tokens into rows and columns for a convolution inside it.
 
     ``FoldTokens("image", height="height", width="width", convolution="ff")``: names of the arguments that say how many
-    rows and columns there are, and of the module that gets ``[B, C, rows, columns]``. The block is told that this rank's
-    tokens are one column; the convolution runs on the rows that they lie in and ``reach`` more on either side, and
-    this rank's tokens are cut out of the result. One all-gather of its input.
+    rows and columns there are, and of the module that gets ``[B, C, rows, columns]``. The block is told that this
+    rank's tokens are one column; the convolution runs on the rows that they lie in and ``reach`` more on either side,
+    and this rank's tokens are cut out of the result. One all-gather of its input.
     """
 
     stream: str

@@ -105,12 +105,16 @@ class Report:
         lines = [f"{'right' if self.ok else 'WRONG'}: {self.model} on {self.mesh}{f', {streams}' if streams else ''}"]
         lines += [f"  rank {rank} raised {error}" for rank, error in self.errors.items()]
         outputs = [d for d in self.differences if d.kind == "output"]
-        gradients = sorted((d for d in self.differences if d.kind == "gradient"), key=lambda d: -d.relative / d.tolerance)
+        gradients = sorted(
+            (d for d in self.differences if d.kind == "gradient"), key=lambda d: -d.relative / d.tolerance
+        )
         wrong = sum(not d.ok for d in gradients)
         shown = gradients[: max(3, min(wrong, 10))]
         lines += [f"  {difference}" for difference in [*outputs, *shown]]
         if len(gradients) > len(shown):
-            lines.append(f"  and {len(gradients) - len(shown)} more gradients, {max(0, wrong - len(shown))} of them wrong")
+            lines.append(
+                f"  and {len(gradients) - len(shown)} more gradients, {max(0, wrong - len(shown))} of them wrong"
+            )
         return "\n".join(lines)
 
 
@@ -151,7 +155,7 @@ def verify(
     context = context_mesh(mesh)
     if _compat.cache_hooks(model.modules()):
         raise PlanError(
-            f"{type(model).__name__} has a Diffusers cache enabled, which makes a second forward differ from the first; "
+            f"{type(model).__name__} has a Diffusers cache enabled, by which a second forward differs from the first; "
             "call model.disable_cache() before verify, and enable it afterwards"
         )
     if gradients and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -187,7 +191,8 @@ def _verify(
         if raised is not None:
             raise raised.error
         raise PlanError("; ".join(f"rank {rank} raised {said}" for rank, said in errors.items()))
-    assert handle is not None and single is not None
+    assert handle is not None
+    assert single is not None
     try:
         parallel, raised = _attempt(lambda: _run(model, example_inputs, gradients))
     finally:
@@ -284,7 +289,9 @@ def _compare(single: _Result, parallel: _Result, tolerance: float | None) -> lis
     rank = dist.get_rank()
     found = []
     for name in [*single.outputs, *(name for name in parallel.outputs if name not in single.outputs)]:
-        found.append(_difference(name, "output", single.outputs.get(name), parallel.outputs.get(name), tolerance, 0.0, rank))
+        found.append(
+            _difference(name, "output", single.outputs.get(name), parallel.outputs.get(name), tolerance, 0.0, rank)
+        )
     # No finer than rounding in the largest gradient of all: that of a parameter may be zero but for rounding.
     floor = max((float(x.abs().max()) for x in single.gradients.values() if x.numel()), default=0.0) * 1e-6
     for name, x in single.gradients.items():
@@ -322,7 +329,9 @@ def _difference(
         return Difference(name, kind, math.inf, math.inf, rank, allowed, "not finite")
     absolute = float((have - want).abs().max())
     largest = max(float(want.abs().max()), floor)
-    return Difference(name, kind, absolute, absolute / largest if largest else (math.inf if absolute else 0.0), rank, allowed)
+    return Difference(
+        name, kind, absolute, absolute / largest if largest else (math.inf if absolute else 0.0), rank, allowed
+    )
 
 
 @dataclass(frozen=True)
@@ -355,15 +364,16 @@ class _Groups:
         members = _members(context)
         self._open: list[dist.ProcessGroup] = []
         # It must outlive the wait of whoever is stuck in the run.
-        self._all = dist.new_group(members, timeout=limit * 4, use_local_synchronization=True)
-        names = {}
-        for axis, (degree, group) in zip(("ring", "ulysses"), context.axes, strict=True):
+        self._all = _new_group(members, limit * 4)
+        names = []
+        for degree, group in context.axes:
             if degree > 1:
-                ranks = dist.get_process_group_ranks(_compat.resolve_group(group))
-                own = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+                own = _new_group(dist.get_process_group_ranks(_compat.resolve_group(group)), limit)
                 self._open.append(own)
-                names[f"{axis}_group"] = own.group_name
-        self.context = dataclasses.replace(context, **names)
+                names.append(str(own.group_name))
+            else:
+                names.append(group)
+        self.context = dataclasses.replace(context, ring_group=names[0], ulysses_group=names[1])
 
     def errors(self, raised: _Raised | None, when: str = "") -> dict[int, str]:
         """What each rank raised, the earliest first; empty where none did. Collective."""
@@ -406,6 +416,13 @@ class _Groups:
             dist.destroy_process_group(self._open.pop())
 
 
+def _new_group(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A group that only its members make: the rest of the world may be elsewhere."""
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _members(context: ContextMesh) -> list[int]:
     """Global ranks of the context-parallel group of this rank."""
     mesh, names = context.mesh, context.mesh.mesh_dim_names or ()
@@ -415,4 +432,3 @@ def _members(context: ContextMesh) -> list[int]:
         slice(None) if name in ("ring", "ulysses") else place for name, place in zip(names, coordinate, strict=True)
     )
     return sorted(mesh.mesh[index].flatten().tolist())
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ != "meshcp.models":
     raise ImportError("this folder ships inside the package: import meshcp.models")
 
-from .registry import PLANS, REFUSED, plan_for, table
+from .refused import REFUSED
+from .registry import PLANS, plan_for, table
 
 __all__ = ["PLANS", "REFUSED", "plan_for", "table"]

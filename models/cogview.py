@@ -23,6 +23,10 @@ COGVIEW4 = Plan(
 )
 
 COGVIEW3_PLUS = Plan(
-    {"transformer_blocks.0": _BLOCK, "transformer_blocks.*.attn1": _JOINT, "proj_out": GatherOutputs(seq(1, "image"), inner=True)},
+    {
+        "transformer_blocks.0": _BLOCK,
+        "transformer_blocks.*.attn1": _JOINT,
+        "proj_out": GatherOutputs(seq(1, "image"), inner=True),
+    },
     classes="CogView3PlusTransformer2DModel",
 )

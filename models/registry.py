@@ -1,4 +1,4 @@
-"""Which plan belongs to which class. A new model is one file in this folder: its plans are found by ``Plan.classes``."""
+"""Which plan belongs to which class. A new model is one file in this folder; ``Plan.classes`` says what it is for."""
 
 from __future__ import annotations
 

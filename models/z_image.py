@@ -22,9 +22,7 @@ Z_IMAGE = Plan(
         "context_refiner.*.attention": LocalAttention(),
         "siglip_refiner.*.attention": LocalAttention(),
         "layers.0": ShardInputs(x=seq(1, "tokens", ndim=3)),
-        "layers.*": ShardInputs(
-            freqs_cis=seq(1, "tokens", ndim=3), noise_mask=seq(1, "tokens", ndim=2, optional=True)
-        ),
+        "layers.*": ShardInputs(freqs_cis=seq(1, "tokens", ndim=3), noise_mask=seq(1, "tokens", ndim=2, optional=True)),
         "layers.*.attention": ContextParallelAttention(streams=("tokens",)),
         "all_final_layer.*": (
             ShardInputs(noise_mask=seq(1, "tokens", ndim=2, optional=True)),

@@ -77,7 +77,9 @@ def make_mask(case: Case, generator: torch.Generator) -> Tensor | None:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     """The formula, in the dtype of its inputs. Rows that see no key give zeros, as SDPA does."""
     group = q.shape[1] // k.shape[1]
     k, v = (torch.stack([x[:, h // group] for h in range(q.shape[1])], 1) for x in (k, v))
@@ -85,7 +87,9 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, caus
     if mask is not None:
         if mask.ndim == 2:
             mask = mask[:, None, None, :]
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        )
     if causal:
         hidden = torch.arange(k.shape[2])[None, :] > torch.arange(q.shape[2])[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -132,7 +136,9 @@ def run_case(case: Case) -> list[Tensor]:
     ]
     if mask is not None and case.mask_is_sharded:
         dim = mask.ndim - 1
-        mask = distribute_tensor(mask, mesh, [Shard(dim) if n in ("ring", "ulysses") else Replicate() for n, _ in case.mesh])
+        mask = distribute_tensor(
+            mask, mesh, [Shard(dim) if n in ("ring", "ulysses") else Replicate() for n, _ in case.mesh]
+        )
     out = meshcp.attention(
         *leaves, mask, causal=case.causal, scale=case.scale, enable_gqa=case.kv_heads is not None
     )  # fmt: skip

@@ -54,7 +54,17 @@ class Thing:
 # -- the things ----------------------------------------------------------------------------------------------------
 
 # On the layers of attention and feed forward, on those before the blocks, and on the one whose output is gathered.
-LORA_TARGETS = ["to_q", "to_v", "to_out.0", "add_k_proj", "net.2", "x_embedder", "context_embedder", "proj_out", "proj_mlp"]
+LORA_TARGETS = [
+    "to_q",
+    "to_v",
+    "to_out.0",
+    "add_k_proj",
+    "net.2",
+    "x_embedder",
+    "context_embedder",
+    "proj_out",
+    "proj_mlp",
+]
 
 
 def _randomise_lora(model: nn.Module) -> None:
@@ -95,7 +105,9 @@ def _lora_weights() -> dict[str, torch.Tensor]:
     for name, module in model_cases.build(_row(FLUX)).named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("to_k", "proj_out", "linear_1", "ff.net.2")):
             for part, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2))):
-                found[f"transformer.{name}.lora_{part}.weight"] = torch.randn(*shape, generator=generator).double() * 0.2
+                found[f"transformer.{name}.lora_{part}.weight"] = (
+                    torch.randn(*shape, generator=generator).double() * 0.2
+                )
     return found
 
 
@@ -136,6 +148,10 @@ def put_cache(name: str, options: dict[str, Any], model: Any) -> None:
 
 def _timestep() -> int:
     return 500
+
+
+def _weight(_: nn.Module) -> float:
+    return 0.3
 
 
 def take_cache(model: Any) -> None:
@@ -257,6 +273,23 @@ THINGS = {
         take_cache,
         steps=4,
     ),
+    "FasterCache": Thing(
+        functools.partial(
+            put_cache,
+            "FasterCacheConfig",
+            {
+                "spatial_attention_timestep_skip_range": (-1, 901),
+                "unconditional_batch_timestep_skip_range": (-1, 901),
+                "unconditional_batch_skip_range": 3,
+                "spatial_attention_block_identifiers": ("transformer_blocks",),
+                "attention_weight_callback": _weight,
+                "tensor_format": "BFCHW",
+            },
+        ),
+        take_cache,
+        row="CogVideoXTransformer3DModel-odd",
+        steps=6,
+    ),
     "TaylorSeer": Thing(
         functools.partial(
             put_cache,
@@ -301,8 +334,8 @@ def _outputs(model: Any, thing: Thing) -> list[torch.Tensor]:
             x = inputs["hidden_states"]
             noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
             # The last tokens, which only the last rank holds, change most: each rank by itself would decide otherwise.
-            noise = noise * torch.linspace(0, 2, x.shape[1 if x.ndim == 3 else 3], dtype=x.dtype).view(
-                (1, -1, 1) if x.ndim == 3 else (1, 1, 1, -1, 1)
+            noise = noise * torch.linspace(0, 2, x.shape[1 if x.ndim == 3 else 2], dtype=x.dtype).view(
+                (1, -1, 1) if x.ndim == 3 else (1, 1, -1, 1, 1)
             )
             inputs["hidden_states"] = x + noise * (0.5 * 0.4**step if step else 0.0)
             found.append(model_cases.tensors_of(model(**inputs))[0])
@@ -389,7 +422,9 @@ def hang(thing: Thing, mesh: Mesh, orders: tuple[str, ...]) -> list[str]:
                 if gradients:
                     _loss(actual).backward()
                     parallel = handle is not None
-                    wrong += [f"{order}: {w}" for w in _compare_gradients(_gradients(model), expected_gradients, parallel)]
+                    wrong += [
+                        f"{order}: {w}" for w in _compare_gradients(_gradients(model), expected_gradients, parallel)
+                    ]
             after = _forwards(model)
             if after != left_alone:
                 different = {k: (v, left_alone.get(k)) for k, v in after.items() if v != left_alone.get(k)}
@@ -399,9 +434,7 @@ def hang(thing: Thing, mesh: Mesh, orders: tuple[str, ...]) -> list[str]:
     return wrong
 
 
-def _compare_gradients(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], parallel: bool
-) -> list[str]:
+def _compare_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], parallel: bool) -> list[str]:
     wrong = [] if actual.keys() == expected.keys() else [f"gradients of {sorted(actual.keys() ^ expected.keys())}"]
     largest = max(float(g.abs().max()) for g in expected.values())
     for name in sorted(actual.keys() & expected.keys()):

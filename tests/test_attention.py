@@ -70,7 +70,9 @@ def valid(case: Case) -> bool:
 
 def check(case: Case, results: list[list[torch.Tensor]]) -> None:
     for rank, result in enumerate(results):
-        for name, actual, expected in zip(("out", "dq", "dk", "dv"), result, reference(case, torch.float64), strict=True):
+        for name, actual, expected in zip(
+            ("out", "dq", "dk", "dv"), result, reference(case, torch.float64), strict=True
+        ):
             try:
                 if expected.abs().max() < 1e-12:
                     # One key: the softmax is 1 whatever q and k are, and what is left of their gradients is rounding.

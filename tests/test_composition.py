@@ -211,9 +211,7 @@ def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
-    }
+    return {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def run(case: Case) -> list[str]:

@@ -82,7 +82,9 @@ def run_layer(
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2), (8, 8)])
 @pytest.mark.parametrize("kv_heads", [8, 16])
-def test_bytes_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int) -> None:
+def test_bytes_are_those_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int
+) -> None:
     heads, length, width, batch = 16, 128, 4, 2
     size = batch * length * heads * width * 4
     f, p = kv_heads / heads, ring * ulysses

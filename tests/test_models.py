@@ -34,7 +34,7 @@ def test_a_plan_that_lacks_an_entry_is_refused_or_harmless(pool: Pool, row: Row,
 
 
 def test_every_plan_has_rows() -> None:
-    assert {name for name in PLANS} == {row.model for row in ROWS}
+    assert set(PLANS) == {row.model for row in ROWS}
 
 
 @pytest.mark.parametrize("row", {row.model: row for row in reversed(ROWS)}.values(), ids=str)

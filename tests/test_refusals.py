@@ -4,6 +4,7 @@ was.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import meshcp
-from meshcp import ContextParallelAttention, GatherOutputs, Plan, PlanError, ShardInputs, seq
+from meshcp import ContextParallelAttention, GatherOutputs, LocalAttention, Plan, PlanError, ShardInputs, seq
+from meshcp.styles import MeshcpStyle
 from tests import model_cases
 from tests.harness import Pool
 from tests.model_cases import Row
@@ -53,7 +55,12 @@ def _state(model: Any) -> Any:
             {key: id(value) for key, value in vars(module).items()},
             *(
                 list(getattr(module, hooks).items())
-                for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+                for hooks in (
+                    "_forward_hooks",
+                    "_forward_pre_hooks",
+                    "_forward_hooks_with_kwargs",
+                    "_forward_pre_hooks_with_kwargs",
+                )
             ),
             module.forward if "forward" in vars(module) else None,
             {key: id(value) for key, value in vars(getattr(module, "processor", None) or module).items()},
@@ -252,13 +259,15 @@ RUNS: dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[Any], None], P
         _replace("img_ids", lambda x: x[:-1]),
         _nothing,
         None,
-        "LayoutError: stream 'image': input 'img_ids' of the model has length 14, but input 'hidden_states' of the model has 15",
+        "LayoutError: stream 'image': input 'img_ids' of the model has length 14, but input 'hidden_states' of the "
+        "model has 15",
     ),
     "inputs that differ between ranks": (
         _replace("hidden_states", lambda x: x + _rank()),
         _nothing,
         None,
-        "InputError: the inputs differ between context-parallel ranks: hidden_states on ranks [1] (compared with rank 0)",
+        "InputError: the inputs differ between context-parallel ranks: hidden_states on ranks [1] (compared with "
+        "rank 0)",
     ),
     "inputs whose shapes differ between ranks": (
         _replace("encoder_hidden_states", lambda x: x[:, : 7 - _rank()]),
@@ -354,5 +363,35 @@ def test_a_plan_that_is_no_plan() -> None:
         GatherOutputs(None)
     with pytest.raises(PlanError, match="a tuple of names"):
         ContextParallelAttention(streams="image")
-    with pytest.raises(PlanError, match="pass the plan to meshcp.parallelize"):
+    with pytest.raises(PlanError, match=r"pass the plan to meshcp\.parallelize"):
         JOINT._apply(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+
+
+def _styles(of: type[MeshcpStyle] = MeshcpStyle) -> list[type[MeshcpStyle]]:
+    return [found for cls in of.__subclasses__() for found in (cls, *_styles(cls))]
+
+
+def given_to_torch() -> list[str]:
+    mesh, said = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)), []
+    for style in (ENTRIES[""], JOINT, GatherOutputs(seq(1, "image")), LocalAttention()):
+        model = nn.ModuleDict({"x": nn.Linear(1, 1)})
+        for plan in (style, {"x": style}):
+            with pytest.raises(PlanError) as error:
+                parallelize_module(model, mesh, plan)
+            said.append(str(error.value))
+    return said
+
+
+def test_styles_in_torch_parallelize_module_are_refused(pool: Pool) -> None:
+    for said in pool.run(2, given_to_torch):
+        assert all("pass the plan to meshcp.parallelize(model, mesh, plan)" in message for message in said), said
+
+
+@pytest.mark.parametrize("style", _styles(), ids=lambda style: style.__name__)
+def test_styles_are_frozen_but_for_what_torch_sets(style: type[MeshcpStyle]) -> None:
+    made = object.__new__(style)
+    made.src_data_rank = 0
+    for name in ("src_data_ranks", *style.__dataclass_fields__):  # type: ignore[attr-defined]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, name, None)
+    assert not vars(made)

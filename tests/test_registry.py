@@ -66,7 +66,9 @@ def test_a_class_without_a_plan_names_the_closest_and_the_guide() -> None:
     class FluxTransformer3DModel(nn.Module):
         pass
 
-    with pytest.raises(meshcp.PlanError, match="no plan for FluxTransformer3DModel.*closest is the plan of Flux.*models/README.md"):
+    with pytest.raises(
+        meshcp.PlanError, match=r"no plan for FluxTransformer3DModel.*closest is the plan of Flux.*models/README.md"
+    ):
         plan_for(FluxTransformer3DModel())
 
 

@@ -137,8 +137,7 @@ def test_loss_curve_is_that_of_a_plain_loop(
     for rank in pool.run(world, run_steps, given, steps, timeout=200):
         assert len(rank["losses"]) == steps
         print(f"{degrees}: {furthest(rank['losses'], expected[0]):.1e}")
-        assert furthest(rank["losses"], expected[0]) < 1e-3
-        assert furthest(rank["losses"][:30], expected[0]) < 1e-4
+        assert furthest(rank["losses"], expected[0]) < 1e-5
 
 
 def test_resumes_on_other_meshes(
@@ -157,7 +156,7 @@ def test_resumes_on_other_meshes(
         "step-000018",
         "step-000099.part",
     ]
-    assert furthest(found["losses"], expected[0]) < 1e-4
+    assert furthest(found["losses"], expected[0]) < 1e-5
     assert len(found["losses"]) == 18
     for name, tensor in expected[1].items():
         torch.testing.assert_close(found["average"][name], tensor, rtol=1e-3, atol=1e-5)
@@ -229,7 +228,7 @@ def test_a_killed_rank_ends_the_job_and_nothing_is_lost(pool: Pool, tiny: Path, 
     assert f"from step {int(last[5:])} of 60" in log.read_text()
     losses = json.loads((out / "losses.json").read_text())
     assert len(losses) == 60
-    assert furthest(losses, pool.run(1, plain_loop, str(tiny), 60, 4, 1e-3, 0.99)[0][0]) < 1e-3
+    assert furthest(losses, pool.run(1, plain_loop, str(tiny), 60, 4, 1e-3, 0.99)[0][0]) < 1e-5
     assert (out / "loss.png").stat().st_size > 5000
     trained = FluxTransformer2DModel.from_pretrained(out / "model")
     assert trained.config.num_attention_heads == 3

@@ -62,7 +62,9 @@ def _run(mesh: Mesh, plan: Plan | None = None, **options: Any) -> tuple[bool, st
     report = meshcp.verify(model, _mesh(mesh), inputs, plan, **options)
     assert _state(model) == before
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
-    assert all(torch.equal(x, y) for x, y in zip(inputs.values(), model_cases.make_inputs(_row()).values(), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(inputs.values(), model_cases.make_inputs(_row()).values(), strict=True)
+    )
     return report.ok, repr(report), report
 
 
@@ -107,7 +109,9 @@ def _wrong_gradient() -> tuple[bool, str, Report]:
     model = model_cases.build(_row())
     mesh = _mesh(ULYSSES)
     # Its gradient depends on which part of the sequence a rank has, its output does not.
-    model.proj_out.register_forward_pre_hook(lambda _, args: (args[0] + 1e-9 * (args[0].detach().shape[1] - args[0]) * 0,))
+    model.proj_out.register_forward_pre_hook(
+        lambda _, args: (args[0] + 1e-9 * (args[0].detach().shape[1] - args[0]) * 0,)
+    )
     model.norm_out.register_forward_hook(lambda _, args, out: out.detach() + 0.5 * (out - out.detach()) * out.shape[1])
     report = meshcp.verify(model, mesh, model_cases.make_inputs(_row()), gradients=True, tolerance=3e-6)
     return report.ok, repr(report), report

@@ -92,7 +92,9 @@ def _sharded_attention(
     placements = _working_placements(q, k, names)
     q_work = q.redistribute(mesh, placements) if tuple(placements) != q.placements else q
     whole = all(
-        k.placements[axis] == v.placements[axis] == Replicate() for axis, name in enumerate(names) if name in (RING, ULYSSES)
+        k.placements[axis] == v.placements[axis] == Replicate()
+        for axis, name in enumerate(names)
+        if name in (RING, ULYSSES)
     )
     kv_placements = [
         (Replicate() if whole else placement) if name in (RING, ULYSSES) else placement
@@ -104,7 +106,9 @@ def _sharded_attention(
         for kv, placement in zip(kv_placements, placements, strict=True)
     ]
     k_local, v_local = (
-        (x if x.placements == tuple(kv_placements) else x.redistribute(mesh, kv_placements)).to_local(grad_placements=kv_grads)
+        (x if x.placements == tuple(kv_placements) else x.redistribute(mesh, kv_placements)).to_local(
+            grad_placements=kv_grads
+        )
         for x in (k, v)
     )
     q_local = q_work.to_local()
@@ -124,7 +128,7 @@ def _sharded_attention(
         plan = _call_plan(context, layouts[0], None if whole else layouts[1], heads, kv_heads)
         out = plan.run(q_local, k_local, v_local, mask, causal=causal, scale=scale)
     shape = torch.Size((*q.shape[:3], v.shape[-1]))
-    batch, all_heads, rows, width = shape
+    _, all_heads, rows, width = shape
     stride = (rows * all_heads * width, width, all_heads * width, 1)
     result = DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=stride)
     return result if tuple(placements) == q.placements else result.redistribute(mesh, q.placements)
@@ -174,8 +178,10 @@ def _working_placements(q: DTensor, k: DTensor, names: Sequence[str]) -> list[Pl
             degree = q.device_mesh.size(axis)
             if q.shape[1] % degree or k.shape[1] % degree:
                 placements[axis] = _SEQUENCE
-        elif placements[axis] == _HEADS and q.shape[1] != k.shape[1] and (
-            q.shape[1] % q.device_mesh.size(axis) or k.shape[1] % q.device_mesh.size(axis)
+        elif (
+            placements[axis] == _HEADS
+            and q.shape[1] != k.shape[1]
+            and (q.shape[1] % q.device_mesh.size(axis) or k.shape[1] % q.device_mesh.size(axis))
         ):
             raise AttentionError(
                 f"{q.shape[1]} query heads and {k.shape[1]} KV heads on mesh axis {name!r} of degree "

@@ -20,7 +20,7 @@ from .ulysses import Bundle, Exchange, to_heads, to_sequence
 LocalKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, float | None], torch.Tensor
 ]
-"""``(q, k, v, mask, causal, scale) -> out`` on ``[B, H, S, D]`` with as many KV heads as query heads, or H/G of them."""
+"""``(q, k, v, mask, causal, scale) -> out`` on ``[B, H, S, D]`` with as many KV heads as query heads or H/G of them."""
 
 
 def sdpa(
@@ -119,9 +119,7 @@ class CallPlan:
                     "the attention mask requires a gradient, which meshcp does not compute; detach it (mask.detach())"
                 )
             keys = self.kv.length if self.kv is not None else k_BGKD.shape[2]
-            mask = canonical_mask(
-                mask, q_BHSD.shape[0], self.heads, self.q.length, keys, rows_are_batch=rows_are_batch
-            )
+            mask = canonical_mask(mask, q_BHSD.shape[0], self.heads, self.q.length, keys, rows_are_batch=rows_are_batch)
         if self.kv is None:
             return self._over_replicated(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local)
         if self._in is not None and self._out is not None:
@@ -134,6 +132,7 @@ class CallPlan:
                 mask = select_broadcast(mask, 1, (self._query_heads,))
         else:
             q, k, v = q_BHSD, k_BGKD, v_BGKD
+        out: torch.Tensor
         if context.ring > 1:
             if mask is not None:
                 mask = select_broadcast(mask, 2, self._q_rows)

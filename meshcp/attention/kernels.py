@@ -345,5 +345,3 @@ def block_backward(
     if kv_heads != heads:
         dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv)
-
-

@@ -31,8 +31,8 @@ def canonical_mask(
     shape = tuple(mask.shape)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise AttentionError(
-            f"attention mask of dtype {mask.dtype}; needed: bool (True: attend) or floating point (added to the scores). "
-            "Convert it with mask.bool()"
+            f"attention mask of dtype {mask.dtype}; needed: bool (True: attend) or floating point (added to the "
+            "scores). Convert it with mask.bool()"
         )
     if mask.ndim == 2:
         is_keys = shape == (batch, keys) and (rows_are_batch or shape[0] != queries)
@@ -69,13 +69,11 @@ def positions(intervals: Sequence[Interval], device: torch.device) -> torch.Tens
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def causal_relation(
-    q_rows: Sequence[Interval], kv_rows: Sequence[Interval]
-) -> Literal["all", "none", "same", "mixed"]:
+def causal_relation(q_rows: Sequence[Interval], kv_rows: Sequence[Interval]) -> Literal["all", "none", "same", "mixed"]:
     """What "a query sees the keys up to its own position" means between two sets of rows.
 
-    ``"all"``: every key is visible. ``"none"``: none is. ``"same"``: the rows are the same, so a kernel's own causal mode
-    is right. ``"mixed"``: it takes a mask.
+    ``"all"``: every key is visible. ``"none"``: none is. ``"same"``: the rows are the same, so a kernel's own causal
+    mode is right. ``"mixed"``: it takes a mask.
     """
     if max(stop for _, stop in kv_rows) - 1 <= q_rows[0][0]:
         return "all"

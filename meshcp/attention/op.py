@@ -27,7 +27,10 @@ from .ring import RingCall, accumulation_dtype, ring_backward, ring_forward
 if TYPE_CHECKING:
     from torch.distributed.tensor._op_schema import OpSchema
 
-_OPTIONS = "bool causal=False, float? scale=None, str ring='', int[] q_rows=[], int[] kv_rows=[], int[] kv_counts=[], str kernel=''"
+_OPTIONS = (
+    "bool causal=False, float? scale=None, str ring='', int[] q_rows=[], int[] kv_rows=[], int[] kv_counts=[], "
+    "str kernel=''"
+)
 _library = torch.library.Library("meshcp", "DEF")
 _library.define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, *, {_OPTIONS}) -> (Tensor out, Tensor lse)"
@@ -162,8 +165,11 @@ def _strategy(schema: OpSchema) -> list[list[Sequence[Placement] | None]]:
     """
     backward = schema.op is torch.ops.meshcp.attention_backward.default
     specs = _compat.input_specs(schema)
-    q, k, mask = (specs[1], specs[2], specs[4]) if backward else (specs[0], specs[1], specs[3] if len(specs) > 3 else None)
-    assert q is not None and k is not None
+    q, k, mask = (
+        (specs[1], specs[2], specs[4]) if backward else (specs[0], specs[1], specs[3] if len(specs) > 3 else None)
+    )
+    assert q is not None
+    assert k is not None
     names = q.mesh.mesh_dim_names or ()
     rows: list[Placement] = []
     for axis, placement in enumerate(q.placements):
@@ -182,6 +188,4 @@ def _strategy(schema: OpSchema) -> list[list[Sequence[Placement] | None]]:
     return [[rows, rows, rows, rows, rows, masks]]
 
 
-_compat.register_strategy(
-    [torch.ops.meshcp.attention.default, torch.ops.meshcp.attention_backward.default], _strategy
-)
+_compat.register_strategy([torch.ops.meshcp.attention.default, torch.ops.meshcp.attention_backward.default], _strategy)

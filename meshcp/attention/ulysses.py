@@ -18,6 +18,7 @@ is the other's gradient, also where several ranks hold the same KV head: going b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,7 @@ class _Columns:
 class Exchange:
     """The plan of one all-to-all, the same for both directions: every split and offset, as plain integers."""
 
-    def __init__(
-        self, bundles: Sequence[Bundle], group: str, ring_rank: int, ulysses_rank: int
-    ) -> None:
+    def __init__(self, bundles: Sequence[Bundle], group: str, ring_rank: int, ulysses_rank: int) -> None:
         self.bundles, self.group, self.rank = tuple(bundles), group, ulysses_rank
         self.degree = bundles[0].layout.ulysses
         self._rows = [
@@ -80,9 +79,7 @@ class Exchange:
         return _Columns(tuple(starts), tuple(shapes), width)
 
     def _geometry(self, batch: int, widths: Sequence[Sequence[int]]) -> _Geometry:
-        columns = [
-            [self._columns(b, rank, widths[b]) for rank in range(self.degree)] for b in range(len(self.bundles))
-        ]
+        columns = [[self._columns(b, rank, widths[b]) for rank in range(self.degree)] for b in range(len(self.bundles))]
         by_heads = [
             [rows[self.rank] * batch * columns[b][rank].width for b, rows in enumerate(self._rows)]
             for rank in range(self.degree)
@@ -215,7 +212,7 @@ def _follows(heads: Sequence[Sequence[Interval]], first: int, rank: int) -> bool
 
 def _overlap(heads: Sequence[Interval]) -> bool:
     """Whether some head is held by several ranks."""
-    return any(after[0] < before[1] for before, after in zip(heads, heads[1:], strict=False))
+    return any(after[0] < before[1] for before, after in itertools.pairwise(heads))
 
 
 def _output(

@@ -60,9 +60,7 @@ def make(**options: Any) -> Any:
 
 
 # Chroma applies its rotary embedding in fp32.
-EVEN = Row(
-    "even", "ChromaTransformer2DModel", CONFIG, make(image=16, text=8, valid=(7, 5)), gradient_tolerance=3e-6
-)
+EVEN = Row("even", "ChromaTransformer2DModel", CONFIG, make(image=16, text=8, valid=(7, 5)), gradient_tolerance=3e-6)
 
 ROWS = [
     EVEN,

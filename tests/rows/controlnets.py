@@ -62,9 +62,7 @@ def share_with_a_transformer(model: nn.Module) -> None:
     model.gradient_checkpointing = False
 
 
-FLUX_EVEN = with_config(
-    flux.EVEN, "even", model="FluxControlNetModel", config=FLUX, inputs=make_flux(image=16, text=8)
-)
+FLUX_EVEN = with_config(flux.EVEN, "even", model="FluxControlNetModel", config=FLUX, inputs=make_flux(image=16, text=8))
 SD3_EVEN = with_config(
     sd3.EVEN,
     "even",
@@ -107,13 +105,9 @@ ROWS = [
         config=SD3_DUAL,
         inputs=sd3.make(size=(6, 10), text=3, condition=4),
     ),
-    with_config(
-        SD3_EVEN, "large", config=SD3_LARGE, inputs=sd3.make(size=(6, 10), text=0, condition=4, tokens=True)
-    ),
+    with_config(SD3_EVEN, "large", config=SD3_LARGE, inputs=sd3.make(size=(6, 10), text=0, condition=4, tokens=True)),
     QWEN_EVEN,
-    with_config(
-        QWEN_EVEN, "odd", inputs=qwenimage.make(shapes=[(1, 3, 5)], text=9, valid=(6, 2), condition=9)
-    ),
+    with_config(QWEN_EVEN, "odd", inputs=qwenimage.make(shapes=[(1, 3, 5)], text=9, valid=(6, 2), condition=9)),
     with_config(QWEN_EVEN, "text-of-3", inputs=qwenimage.make(shapes=[(1, 1, 13)], text=3, condition=9)),
     Z_IMAGE_EVEN,
     with_config(Z_IMAGE_EVEN, "padded", inputs=make_z_image(sizes=[(6, 10)] * 2, texts=[35, 9])),

@@ -63,6 +63,8 @@ ROWS = [
     with_config(EVEN, "odd", inputs=make(image=15, text=7)),
     with_config(EVEN, "text-of-3", inputs=make(image=13, text=3, batch=1)),
     with_config(EVEN, "two-tokens", inputs=make(image=2, text=1)),
-    with_config(EVEN, "guidance", config={**CONFIG, "guidance_embeds": True}, inputs=make(image=9, text=5, guidance=True)),
+    with_config(
+        EVEN, "guidance", config={**CONFIG, "guidance_embeds": True}, inputs=make(image=9, text=5, guidance=True)
+    ),
     with_config(EVEN, "controlnet", inputs=make(image=11, text=5, control=(2, 1))),
 ]
