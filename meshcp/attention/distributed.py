@@ -140,7 +140,7 @@ class CallPlan:
                 q, k, v, mask, causal=causal, scale=scale, ring=context.ring_group,
                 q_rows=flatten_intervals(self._q_rows),
                 kv_rows=[bound for block in self._kv_blocks for bound in flatten_intervals(block)],
-                kv_counts=[len(block) for block in self._kv_blocks], kernel=kernel,
+                kv_counts=[len(block) for block in self._kv_blocks], backend=kernel,
             )  # fmt: skip
         elif q.numel() and k.numel():
             out = local(q, k, v, mask, causal, scale)

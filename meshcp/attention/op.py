@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
     "bool causal=False, float? scale=None, str ring='', int[] q_rows=[], int[] kv_rows=[], int[] kv_counts=[], "
-    "str kernel=''"
+    "str backend=''"
 )
 _library = torch.library.Library("meshcp", "DEF")
 _library.define(
@@ -61,7 +61,7 @@ class _Alone:
 
 def _call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float | None,
-    ring: str, q_rows: Sequence[int], kv_rows: Sequence[int], kv_counts: Sequence[int], kernel: str,
+    ring: str, q_rows: Sequence[int], kv_rows: Sequence[int], kv_counts: Sequence[int], backend: str,
 ) -> tuple[RingCall, Any]:  # fmt: skip
     exchange = RingExchange(ring) if ring else _Alone()
     blocks: list[tuple[Interval, ...]] = []
@@ -72,7 +72,7 @@ def _call(
         queries = merge_intervals([(0, q.shape[2])])
         blocks = [merge_intervals([(0, k.shape[2])])]
     mixed = causal and any(queries and rows and causal_relation(queries, rows) == "mixed" for rows in blocks)
-    chosen = choose_kernel(kernel, q.device.type, q.dtype, mask is not None or mixed, v.shape[-1] != q.shape[-1])
+    chosen = choose_kernel(backend, q.device.type, q.dtype, mask is not None or mixed, v.shape[-1] != q.shape[-1])
     if scale is None:
         scale = q.shape[-1] ** -0.5
     return RingCall(queries, tuple(blocks), causal, scale, chosen), exchange
@@ -81,18 +81,18 @@ def _call(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False,
     scale: float | None = None, ring: str = "", q_rows: Sequence[int] = (), kv_rows: Sequence[int] = (),
-    kv_counts: Sequence[int] = (), kernel: str = "",
+    kv_counts: Sequence[int] = (), backend: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
+    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, backend)
     return ring_forward(q, k, v, mask, call, exchange)
 
 
 def _backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, *, causal: bool = False, scale: float | None = None, ring: str = "",
-    q_rows: Sequence[int] = (), kv_rows: Sequence[int] = (), kv_counts: Sequence[int] = (), kernel: str = "",
+    q_rows: Sequence[int] = (), kv_rows: Sequence[int] = (), kv_counts: Sequence[int] = (), backend: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, kernel)
+    call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, backend)
     gradients = ring_backward(grad, q, k, v, mask, out, lse, call, exchange)
     return tuple(_as_rows(x) for x in gradients)  # type: ignore[return-value]
 

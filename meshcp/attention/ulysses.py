@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,6 +64,7 @@ class Exchange:
         ]
         self._segments = [bundle.layout.segments(ring_rank) for bundle in bundles]
         self._block = [total(bundle.layout.block(ring_rank)) for bundle in bundles]
+        self._geometries: dict[tuple[int, tuple[tuple[int, ...], ...]], _Geometry] = {}
 
     # -- the two sides of the wire -------------------------------------------------------------------------------------
     # While the sequence is sharded, a region of the wire belongs to one peer: this rank's rows of the peer's heads.
@@ -79,6 +80,10 @@ class Exchange:
         return _Columns(tuple(starts), tuple(shapes), width)
 
     def _geometry(self, batch: int, widths: Sequence[Sequence[int]]) -> _Geometry:
+        """Everything about a call that does not depend on values; every layer asks for the same."""
+        key = batch, tuple(map(tuple, widths))
+        if not torch.compiler.is_compiling() and key in self._geometries:
+            return self._geometries[key]
         columns = [[self._columns(b, rank, widths[b]) for rank in range(self.degree)] for b in range(len(self.bundles))]
         by_heads = [
             [rows[self.rank] * batch * columns[b][rank].width for b, rows in enumerate(self._rows)]
@@ -88,70 +93,79 @@ class Exchange:
             [rows[rank] * batch * columns[b][self.rank].width for b, rows in enumerate(self._rows)]
             for rank in range(self.degree)
         ]
-        return _Geometry(batch, columns, by_heads, by_rows)
+        geometry = _Geometry(
+            batch,
+            columns,
+            [sum(parts) for parts in by_heads],
+            [sum(parts) for parts in by_rows],
+            list(self._regions(by_heads)),
+            [self._pieces(by_rows, b, batch * columns[b][self.rank].width) for b in range(len(self.bundles))],
+        )
+        if not torch.compiler.is_compiling():
+            self._geometries[key] = geometry
+        return geometry
 
-    def _regions(self, flat: torch.Tensor, geometry: _Geometry) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The regions of the heads side: (bundle, first rank, ``[ranks, rows, B, columns]`` of the wire).
+    def _regions(self, by_heads: list[list[int]]) -> Iterator[_Region]:
+        """The regions of the heads side, without the empty ones.
 
         Ranks whose regions are alike, and whose heads follow each other, are taken together, so that an even exchange
         is one copy a tensor.
         """
-        sizes = [sum(parts) for parts in geometry.by_heads]
-        bases = [sum(sizes[:rank]) for rank in range(self.degree)]
+        sizes = [sum(parts) for parts in by_heads]
         for b, bundle in enumerate(self.bundles):
             rank = 0
             while rank < self.degree:
                 last = rank + 1
                 while last < self.degree and sizes[last] == sizes[rank] and _follows(bundle.heads, rank, last):
                     last += 1
-                inner, size = sum(geometry.by_heads[rank][:b]), geometry.by_heads[rank][b]
-                if size:
-                    many, width = last - rank, geometry.columns[b][rank].width
-                    region = flat.narrow(0, bases[rank], many * sizes[rank]).view(many, sizes[rank])
-                    yield (
-                        b,
-                        rank,
-                        region[:, inner : inner + size].unflatten(1, (self._rows[b][self.rank], geometry.batch, width)),
-                    )
+                if by_heads[rank][b]:
+                    inner = sum(by_heads[rank][:b])
+                    yield _Region(b, rank, last - rank, sum(sizes[:rank]), sizes[rank], inner, by_heads[rank][b])
                 rank = last
 
+    def _pieces(self, by_rows: list[list[int]], b: int, row: int) -> tuple[Interval, ...]:
+        """Where the rows of a bundle lie on the rows side, in canonical order."""
+        begins, position = [], 0
+        for parts in by_rows:
+            begins.append(position + sum(parts[:b]))
+            position += sum(parts)
+        return merge_intervals(
+            (begins[segment.rank] + segment.local * row, begins[segment.rank] + (segment.local + segment.length) * row)
+            for segment in self._segments[b]
+        )
+
     def _pairs(
-        self, wire: torch.Tensor, b: int, rank: int, column: _Columns, tensors: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor's part of a region and what it corresponds to in the tensor, both ``[ranks, S, B, heads, D]``."""
-        many = wire.shape[0]
-        for tensor, heads, start, (count, width) in zip(
-            tensors, self.bundles[b].heads, column.starts, column.shapes, strict=True
-        ):
-            if count:
-                first = heads[rank][0]
-                part = tensor[:, first : first + many * count].unflatten(1, (many, count)).permute(1, 3, 0, 2, 4)
-                yield wire[..., start : start + count * width].unflatten(-1, (count, width)), part
+        self, flat: torch.Tensor, geometry: _Geometry, tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Each tensor's part of each region of ``flat`` and what it corresponds to in the tensor, both
+
+        ``[ranks, S, B, heads, D]``, and whether several ranks hold those heads.
+        """
+        for b, rank, many, base, stride, inner, size in geometry.regions:
+            column = geometry.columns[b][rank]
+            region = flat.narrow(0, base, many * stride).view(many, stride).narrow(1, inner, size)
+            wire = region.view(many, self._rows[b][self.rank], geometry.batch, column.width)
+            for tensor, heads, start, (count, width) in zip(
+                tensors[b], self.bundles[b].heads, column.starts, column.shapes, strict=True
+            ):
+                if count:
+                    part = tensor.narrow(1, heads[rank][0], many * count).unflatten(1, (many, count))
+                    there = wire.narrow(3, start, count * width).unflatten(3, (count, width))
+                    yield there, part.permute(1, 3, 0, 2, 4), _overlap(heads)
 
     def to_heads(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """``[B, H, S local, D]`` -> ``[B, H of this rank, S of the ring block, D]``, bundle by bundle."""
         batch, widths, like = _describe(tensors)
         geometry = self._geometry(batch, widths)
-        send_sizes = [sum(parts) for parts in geometry.by_heads]
-        send = like.new_empty(sum(send_sizes))
-        for b, rank, wire in self._regions(send, geometry):
-            for there, here in self._pairs(wire, b, rank, geometry.columns[b][rank], tensors[b]):
-                there.copy_(here)
-        received = all_to_all(send, [sum(parts) for parts in geometry.by_rows], send_sizes, self.group)
+        send = like.new_empty(sum(geometry.by_heads))
+        for there, here, _ in self._pairs(send, geometry, tensors):
+            there.copy_(here)
+        received = all_to_all(send, geometry.by_rows, geometry.by_heads, self.group)
         return [self._canonical(received, geometry, b) for b in range(len(tensors))]
 
     def _canonical(self, received: torch.Tensor, geometry: _Geometry, b: int) -> list[torch.Tensor]:
         """The rows of one bundle in canonical order; runs that lie together already are not copied."""
-        column = geometry.columns[b][self.rank]
-        row = geometry.batch * column.width
-        begins, position = [], 0
-        for parts in geometry.by_rows:
-            begins.append(position + sum(parts[:b]))
-            position += sum(parts)
-        pieces = merge_intervals(
-            (begins[segment.rank] + segment.local * row, begins[segment.rank] + (segment.local + segment.length) * row)
-            for segment in self._segments[b]
-        )
+        column, pieces = geometry.columns[b][self.rank], geometry.pieces[b]
         if len(pieces) == 1:
             flat = received[pieces[0][0] : pieces[0][1]]
         else:
@@ -173,8 +187,7 @@ class Exchange:
                 pieces[segment.rank].append(rows[segment.block : segment.block + segment.length].reshape(-1))
         flat = [piece for rank in pieces for piece in rank]
         send = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else like.new_empty(0)
-        receive_sizes = [sum(parts) for parts in geometry.by_heads]
-        received = all_to_all(send.contiguous(), receive_sizes, [sum(parts) for parts in geometry.by_rows], self.group)
+        received = all_to_all(send.contiguous(), geometry.by_heads, geometry.by_rows, self.group)
         results = [
             [
                 _output(like, batch, count, rows[self.rank], width, heads)
@@ -182,25 +195,39 @@ class Exchange:
             ]
             for b, (bundle, rows) in enumerate(zip(self.bundles, self._rows, strict=True))
         ]
-        for b, rank, wire in self._regions(received, geometry):
-            for (there, here), heads in zip(
-                self._pairs(wire, b, rank, geometry.columns[b][rank], results[b]), self.bundles[b].heads, strict=False
-            ):
-                if _overlap(heads):
-                    here.add_(there)
-                else:
-                    here.copy_(there)
+        for there, here, shared in self._pairs(received, geometry, results):
+            if shared:
+                here.add_(there)
+            else:
+                here.copy_(there)
         return results
+
+
+class _Region(NamedTuple):
+    """Part of the wire on the heads side: one bundle for ``many`` peers from ``rank`` on, in elements.
+
+    Peer ``rank + i`` has ``size`` elements from ``base + i * stride + inner`` on.
+    """
+
+    bundle: int
+    rank: int
+    many: int
+    base: int
+    stride: int
+    inner: int
+    size: int
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """Sizes of one call, in elements: ``by_heads[rank][bundle]``, ``by_rows[rank][bundle]``."""
+    """The wire of one call: sizes for each peer in elements, regions of the heads side, pieces of the rows side."""
 
     batch: int
     columns: list[list[_Columns]]
-    by_heads: list[list[int]]
-    by_rows: list[list[int]]
+    by_heads: list[int]
+    by_rows: list[int]
+    regions: list[_Region]
+    pieces: list[tuple[Interval, ...]]
 
 
 def _follows(heads: Sequence[Sequence[Interval]], first: int, rank: int) -> bool:
