@@ -27,13 +27,11 @@ from meshcp import _compat, collectives
 
 def build(options: argparse.Namespace) -> tuple[FluxTransformer2DModel, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    width = options.heads * options.width
     model = FluxTransformer2DModel(
         in_channels=16, num_layers=options.layers // 2, num_single_layers=options.layers - options.layers // 2,
         attention_head_dim=options.width, num_attention_heads=options.heads, joint_attention_dim=64,
         pooled_projection_dim=32, axes_dims_rope=(options.width // 4, 3 * options.width // 8, 3 * options.width // 8),
     ).eval()  # fmt: skip
-    assert width
     inputs = {
         "hidden_states": torch.randn(1, options.image, 16),
         "encoder_hidden_states": torch.randn(1, options.text, 64),

@@ -1,6 +1,7 @@
 """Draw who holds what, tokens x heads, while the sequence is sharded and while attention runs.
 
-    python examples/draw_layout.py --text 5 --image 11 --heads 6 --ring 2 --ulysses 2 --out layout.png
+    python examples/draw_layout.py --out examples/layout.png      # the picture of the README
+    python examples/draw_layout.py --text 7 --image 20 --heads 6 --ring 2 --ulysses 4
 
 Made from the layouts that the engine itself works with (meshcp.placements); no process group is needed.
 """

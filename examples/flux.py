@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, help="degree of the ulysses axis; by default all ranks that ring leaves")
     parser.add_argument("--backend", help="attention backend of Diffusers, such as _native_cudnn")
     parser.add_argument("--compile", action="store_true", help="compile the repeated blocks")
-    parser.add_argument("--offload", action="store_true", help="keep text encoders and VAE on the CPU when idle")
+    parser.add_argument("--offload", action="store_true", help="keep idle models of the pipeline on the CPU")
     parser.add_argument("--out", default="flux.png")
     return parser.parse_args()
 
@@ -55,7 +55,6 @@ def main() -> None:
 
     pipe = FluxPipeline.from_pretrained(options.model, torch_dtype=torch.bfloat16)
     if options.offload:
-        pipe.transformer.to(device)
         pipe.enable_model_cpu_offload(gpu_id=local_rank)
     else:
         pipe.to(device)

@@ -17,27 +17,45 @@ from .loading import load_sharded, save_sharded
 from .mesh import init_mesh
 from .models.tensor_parallel import tp_plan
 from .parallelize import Handle, parallelize
-from .placements import SequenceLayout, count, seq
+from .placements import SequenceLayout, count, grid, parts, seq
 from .plan import Plan
-from .styles import ContextParallelAttention, GatherOutputs, LocalAttention, ShardInputs, ShardOutputs
+from .styles import (
+    CarryStream,
+    ContextParallelAttention,
+    FoldTokens,
+    GatherInputs,
+    GatherOutputs,
+    GatherStores,
+    LinearAttention,
+    LocalAttention,
+    RefuseInputs,
+    ShardInputs,
+    ShardOutputs,
+)
 from .verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionError",
+    "CarryStream",
     "CheckpointError",
     "ContextParallelAttention",
+    "FoldTokens",
+    "GatherInputs",
     "GatherOutputs",
+    "GatherStores",
     "GuidanceHandle",
     "Handle",
     "InputError",
     "LayoutError",
+    "LinearAttention",
     "LocalAttention",
     "MeshError",
     "MeshcpError",
     "Plan",
     "PlanError",
+    "RefuseInputs",
     "SequenceLayout",
     "ShardInputs",
     "ShardOutputs",
@@ -46,11 +64,13 @@ __all__ = [
     "clip_grad_norm_",
     "count",
     "fsdp_mesh",
+    "grid",
     "init_mesh",
     "load_sharded",
     "local_mean",
     "parallelize",
     "parallelize_guidance",
+    "parts",
     "save_sharded",
     "seed_everything",
     "seq",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from torch.distributed.tensor import Placement
 from .errors import AttentionError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+SubTensor = TypeVar("SubTensor", bound=torch.Tensor)
 
 # -- functional collectives --------------------------------------------------------------------------------------
 # The public wrappers in torch.distributed._functional_collectives (a private module too) end in these operators.
@@ -98,7 +99,7 @@ def register_strategy(
             specs.append(OpSpec(output_specs=output_specs, input_specs=in_specs, redistribute_cost=costs))
         return OpStrategy(specs)
 
-    info = RuntimeSchemaInfo(static_argnum=4, static_kwargkey=["causal", "ring", "enable_gqa"])
+    info = RuntimeSchemaInfo(static_argnum=4, static_kwargkey=["causal", "ring"])
     register_op_strategy(list(ops), schema_info=info)(strategy)
 
 
@@ -117,22 +118,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def separate_compile_caches(*groups: str) -> Callable[[], None]:
-    """Keep this rank's compiled graphs apart from those of ranks with other process groups; returns the way back.
+def separate_compile_caches(*groups: str) -> None:
+    """Keep this rank's compiled graphs apart from those of ranks with other process groups.
 
     Names of process groups are constants of a compiled graph but no part of its cache key. Ranks that share a cache
-    directory would load each other's graphs ("Could not resolve the process group", torch 2.13 and 2.14).
+    directory would load each other's graphs ("Could not resolve the process group", torch 2.13 and 2.14). The tag stays
+    when a model is parallel no more: another one may need it, and it costs nothing.
     """
-    config = torch.compiler.config
-    before, tag = config.cache_key_tag, "meshcp:" + ",".join(groups)
-    if tag in before:
-        return lambda: None
-    config.cache_key_tag = f"{before}{tag}"
+    config, tag = torch.compiler.config, f"[meshcp:{','.join(groups)}]"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
 
-    def undo() -> None:
-        config.cache_key_tag = config.cache_key_tag.replace(tag, "")
 
-    return undo
+def has_compiled_parts(model: torch.nn.Module) -> bool:
+    """Whether a module of ``model`` compiles its own calls (``module.compile()``, ``compile_repeated_blocks``)."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
@@ -323,7 +323,12 @@ def hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str
 
 def cache_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str, Any]]:
     """(module, name, hook) of every Diffusers hook on ``modules`` that keeps state between forward passes."""
-    return [found for found in hooks(modules) if found[2]._is_stateful]
+    return [found for found in hooks(modules) if is_stateful(found[2])]
+
+
+def is_stateful(hook: Any) -> bool:
+    """Whether a Diffusers hook keeps state between forward passes."""
+    return bool(hook._is_stateful)
 
 
 def forward_slots(module: torch.nn.Module) -> list[tuple[Any, Callable[[Any], None]]]:
@@ -357,6 +362,23 @@ def first_block_residual(hook: Any) -> torch.Tensor | None:
 def returns_text_apart(hook: Any) -> bool:
     """Whether the block of a FirstBlockCache hook returns the text as a tensor of its own."""
     return hook._metadata.return_encoder_hidden_states_index is not None
+
+
+# -- modules and tensors -----------------------------------------------------------------------------------------------
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+"""What wrappers put into module paths: activation checkpointing, FSDP1, torch.compile."""
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The children by name as the module keeps them: also None, and one that has two names under both."""
+    return module._modules
+
+
+def placeholder(kind: type[SubTensor]) -> SubTensor:
+    """An empty tensor of a subclass; on ``meta``, so that code which goes behind ``__torch_function__`` fails."""
+    made: SubTensor = torch.Tensor._make_subclass(kind, torch.empty(0, device="meta"))
+    return made
 
 
 # -- calling a module --------------------------------------------------------------------------------------------------

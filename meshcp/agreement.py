@@ -1,4 +1,4 @@
-"""Do the context-parallel ranks hold the same inputs? Checked once, in the first forward pass.
+"""Do the context-parallel ranks hold the same inputs, and whole outputs? Checked once, in the first forward pass.
 
 The common mistake is a generator that is not seeded alike on every rank; its result looks like noise in the picture
 and like nothing at all in a log.
@@ -23,7 +23,7 @@ def digest(x: torch.Tensor) -> int:
     """A 63-bit fingerprint of the bytes, the shape and the dtype of ``x``."""
     # A copy, as a tensor of one element counts as contiguous whatever its stride (timestep.expand(1)).
     raw = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-    seed = hash((tuple(x.shape), str(x.dtype).__len__(), x.element_size())) & (2**31 - 1)
+    seed = hash((tuple(x.shape), len(str(x.dtype)), x.element_size())) & (2**31 - 1)
     if not raw.numel():
         return seed
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32).to(torch.int64)
@@ -35,7 +35,7 @@ def digest(x: torch.Tensor) -> int:
 def check_agreement(context: ContextMesh, inputs: dict[str, Any]) -> None:
     """Raise on every context-parallel rank if any tensor of ``inputs`` differs between them.
 
-    Two small collectives on each context axis; one more, of Python objects, to name the tensor when they differ.
+    One small collective on each context axis; one more, of Python objects, to name the tensor when they differ.
 
     Raises:
         InputError: naming the tensors that differ, and the ranks.

@@ -58,17 +58,13 @@ class Attachment:
     name: str
     undo: Undo
 
-    def detach(self) -> None:
-        """Take the style off, from wherever it is now."""
-        self.undo()
-
     def refresh(self, runtime: Runtime) -> None:
         """Move to the module that has taken the place of this one, or under a forward that was put over it.
 
         PEFT and quantisers replace a module by a wrapper or by another of its kind. Left on the old one, a gather would
         happen inside of a LoRA layer, whose other branch then has other lengths.
         """
-        current = self.module if self.parent is None else self.parent._modules.get(self.name)
+        current = self.module if self.parent is None else _compat.children_of(self.parent).get(self.name)
         if current is self.module and getattr(self.undo, "attached", True):
             return
         self.undo()
@@ -94,7 +90,7 @@ def attach_all(
     places = {
         id(child): (parent, name)
         for parent in model.modules()
-        for name, child in parent._modules.items()
+        for name, child in _compat.children_of(parent).items()
         if child is not None
     }
     found = []
@@ -128,6 +124,7 @@ class Caches:
             refuse(kind, hook, type(self.model).__name__, self.gather)
 
     def undo(self) -> None:
+        """Let every cache decide by itself again."""
         while self.adapted:
             self.adapted.pop().__dict__.pop(_compat.FIRST_BLOCK_DECISION, None)
 
@@ -195,7 +192,7 @@ def refuse(kind: str, hook: Any, model: str, gather: bool) -> None:
         reason = "it would calibrate on the rank's own tokens; calibrate without parallelism, the ratios hold for both"
     elif reason is None and kind == "FasterCacheDenoiserHook" and not gather:
         reason = "it splits the output by frequency, and gather=False leaves it sharded; use gather=True"
-    elif reason is None and hook._is_stateful and kind not in _BY_STEP and kind != "FBCHeadBlockHook":
+    elif reason is None and _compat.is_stateful(hook) and kind not in _BY_STEP and kind != "FBCHeadBlockHook":
         reason = f"meshcp does not know whether it decides alike on every rank; {_INSTEAD}"
     if reason is not None:
         raise PlanError(f"{model} has the Diffusers hook {kind}, which does not go with context parallelism: {reason}")

@@ -46,7 +46,7 @@ def all_gather(x: torch.Tensor, dim: int, sizes: Sequence[int], rank: int, group
 
     One collective. Shorter shards are padded on the wire to the longest (by at most ``max(sizes) - min(sizes)``
     rows), since an all-gather is the one collective whose fast algorithms need equal sizes. The gradient is the sum
-    over ranks, scattered (section 7 of the design): with the usual mean over ranks of parameter gradients it makes
+    over ranks, scattered (see :mod:`meshcp.gradients`): with the usual mean over ranks of parameter gradients it makes
     them those of a single process.
 
     Args:
@@ -120,7 +120,7 @@ class RingExchange:
 
         with blocks a b c on ranks 0 1 2, after one exchange:   c a b
 
-    ``start`` posts a transfer and returns at once; ``wait`` ends the one posted last. Empty blocks are not sent:
+    ``start`` posts a transfer and returns at once; ``wait`` ends it. Empty blocks are not sent:
     both ends know the lengths.
     """
 
@@ -142,5 +142,6 @@ class RingExchange:
 
     @staticmethod
     def wait(works: list[dist.Work]) -> None:
+        """End what :meth:`start` has posted."""
         for work in works:
             work.wait()

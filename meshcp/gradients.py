@@ -168,6 +168,10 @@ def local_mean(
 
     Returns:
         A scalar of the dtype of ``loss``; one small all-reduce an axis.
+
+    Raises:
+        LayoutError: weights that do not broadcast to the losses.
+        MeshError: an axis that the mesh does not have.
     """
     wanted = _axes(mesh, (RING, ULYSSES) if axes is None else axes)
     if weights is not None:
@@ -225,6 +229,9 @@ def seed_everything(
 
     Returns:
         A generator on the CPU, seeded likewise.
+
+    Raises:
+        MeshError: a mesh without axis names, or without this rank.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None or not mesh.mesh_dim_names:
@@ -267,6 +274,9 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, the same on every rank.
+
+    Raises:
+        LayoutError: a gradient that is sparse or a partial sum.
     """
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     tensors = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -324,6 +334,9 @@ def fsdp_mesh(mesh: DeviceMesh, *, shard: Sequence[str] | None = None, replicate
 
     Returns:
         A mesh of one axis, or of two (replicate, shard). Every rank of ``mesh`` calls this: it makes process groups.
+
+    Raises:
+        MeshError: no axis to shard over, one that the mesh lacks, or one named for both.
     """
     names = mesh.mesh_dim_names or ()
     if shard is None:

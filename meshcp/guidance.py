@@ -254,8 +254,9 @@ def parallelize_guidance(
         A handle; ``handle.remove()`` restores the model, ``handle.describe()`` says how calls were computed.
 
     Raises:
-        PlanError: something that is not a plain model, or one whose guidance is parallel already. InputError in a call:
-            with gradients, with a cache, or with inputs or output shapes that differ between the ranks.
+        PlanError: something that is not a plain model, or one whose guidance is parallel already.
+        MeshError: a mesh without axis names, or without this rank.
+        InputError: in a call: with gradients, with a cache, or with inputs or output shapes that differ between ranks.
     """
     given: object = model
     if not isinstance(given, nn.Module):
@@ -337,8 +338,7 @@ class _Later(torch.Tensor):
 
 
 def _later(handle: GuidanceHandle, call: _Call, key: Any) -> _Later:
-    # On the meta device, so that code which goes behind __torch_function__ fails instead of reading nonsense.
-    later = torch.Tensor._make_subclass(_Later, torch.empty(0, device="meta"))
+    later = _compat.placeholder(_Later)
     later._handle, later._call, later._steps = handle, call, (lambda output: _at(output, key),)
     return later
 

@@ -97,7 +97,7 @@ def load_sharded(
 
     Raises:
         CheckpointError: no such files, files that cannot be read, or parameters that are missing, unexpected or of
-            another shape. Raised before anything is read, on every rank alike.
+            another shape, which is raised before any weight is read; or what ``shard`` did to a parameter does not fit.
     """
     directory = Path(path, subfolder or "")
     device = _default_device(mesh) if device is None else torch.device(device)
@@ -416,7 +416,8 @@ def save_sharded(
         group: the ranks that call this; by default all. Its first rank writes.
 
     Raises:
-        CheckpointError: on every rank, if the writing rank could not write.
+        CheckpointError: on every rank: the writing rank could not write, a dtype that safetensors has no name for, or a
+            ``max_shard_size`` that is no size.
     """
     directory = Path(path)
     state: dict[str, torch.Tensor] = {clean_path(name): tensor for name, tensor in model.state_dict().items()}

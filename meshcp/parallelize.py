@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -55,6 +55,13 @@ class Handle:
         return (
             f"<meshcp.Handle of {type(self.model).__name__} on ring {self.context.ring} x ulysses "
             f"{self.context.ulysses}{state}>"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # The copied modules would still run the forwards, and so the weights, of the ones that they were copied from.
+        raise PlanError(
+            f"this {type(self.model).__name__} is parallel, so it cannot be copied (copy.deepcopy) or pickled; copy it "
+            "before meshcp.parallelize or after handle.remove(), and save it by its state_dict or save_pretrained"
         )
 
     def remove(self) -> None:
@@ -172,7 +179,7 @@ def attach(
     _check_coverage(model, plan, fitting)
     handle = Handle(model, mesh, plan, context, runtime)
     try:
-        handle._undo.append(_compat.separate_compile_caches(context.ring_group, context.ulysses_group))
+        _compat.separate_compile_caches(context.ring_group, context.ulysses_group)
         _attach_model(model, handle, check_inputs, gather)
         handle._attachments += attach_all(model, fitting, runtime, handle._undo)
         handle._caches = Caches(model, handle._attachments, runtime, gather)
@@ -234,7 +241,6 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
     watching: list[contextlib.ExitStack] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal first
         runtime.running = True
         runtime.lengths.begin()
         if torch.compiler.is_compiling():
@@ -246,13 +252,15 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
         while watching:
             watching.pop().close()
         if first:
-            first = False
             check_agreement(runtime.context, {**dict(zip(names, args, strict=False)), **kwargs})
             watch = contextlib.ExitStack()
-            watch.enter_context(UncoveredCalls(runtime, name))
+            if not _compat.has_compiled_parts(model):
+                # A compiled block would be guarded by the mode, and compiled anew for the second forward without it.
+                watch.enter_context(UncoveredCalls(runtime, name))
             watching.append(watch)
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
+        nonlocal first
         runtime.running = False
         runtime.lengths.end()
         if torch.is_grad_enabled() and output is not None and not torch.compiler.is_compiling():
@@ -267,8 +275,11 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
         if watching and not torch.compiler.is_compiling():
             while watching:
                 watching.pop().close()
-            if output is not None and gather:
-                check_outputs(runtime.context, output, name)
+            if output is not None:
+                if gather:
+                    check_outputs(runtime.context, output, name)
+                # Not before: whoever catches a refusal and calls again must be refused again.
+                first = False
 
     handle._undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
     handle._undo.append(model.register_forward_hook(end, always_call=True).remove)

@@ -11,10 +11,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from . import _compat
 from .errors import PlanError
-
-# What wrappers put into module paths: activation checkpointing, FSDP1, torch.compile.
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 
 Styles = ParallelStyle | tuple[ParallelStyle, ...]
 
@@ -30,6 +28,9 @@ class Plan:
         classes: names of the model classes that the plan is for.
         optional: paths that may match nothing (modules that only some configurations have).
         notes: what the plan does not cover, in a sentence, for the table of models.
+
+    Raises:
+        PlanError: an entry that is no style, or an optional path that is no entry.
     """
 
     entries: tuple[tuple[str, tuple[ParallelStyle, ...]], ...]
@@ -109,7 +110,7 @@ class Plan:
 
 def clean_path(path: str) -> str:
     """A module path without the names that checkpointing, FSDP and compile wrappers add."""
-    return ".".join(atom for atom in path.split(".") if atom not in _WRAPPERS)
+    return ".".join(atom for atom in path.split(".") if atom not in _compat.WRAPPERS)
 
 
 def _fill(pattern: str, config: Mapping[str, Any]) -> str:

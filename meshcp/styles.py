@@ -6,6 +6,7 @@ returns how to undo that. What happens in a forward pass is in :class:`Runtime`,
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -62,6 +63,11 @@ def _before(module: nn.Module, path: str, runtime: Runtime, hook: Callable[..., 
     if not path:
         # torch.compile runs the hooks of the module that it is given outside of its graph, as graphs of their own.
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not runtime.running:
+                raise InputError(
+                    f"{type(module).__name__}.forward was called by itself, without the hooks that make it parallel; "
+                    "call the model: model(...), not model.forward(...)"
+                )
             changed = hook(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
@@ -153,7 +159,22 @@ def _takes_any(module: nn.Module) -> bool:
 
 
 def _named(path: str) -> str:
+    """A module for messages. A compiled one stays nameless: its graph would be guarded by the name, and blocks that are
+    alike could not share it."""
+    if torch.compiler.is_compiling():
+        return "a compiled module"
     return repr(path) if path else "the model"
+
+
+def _check_taken(style: MeshcpStyle, inputs: Sequence[tuple[str, object]], module: nn.Module, path: str) -> None:
+    """Raise unless the module's forward takes every input that the style names."""
+    names = _parameters(module)
+    for name, _ in inputs:
+        if name not in names:
+            raise PlanError(
+                f"{type(style).__name__} names input {name!r} of {_named(path)} ({type(module).__name__}), whose "
+                f"forward takes {', '.join(names)}; correct the name in the plan"
+            )
 
 
 @_style(init=False)
@@ -190,8 +211,8 @@ class ShardInputs(MeshcpStyle):
                 close = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise PlanError(
-                    f"ShardInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
-                    f"takes {', '.join(names)}; {hint}Correct the name in the plan"
+                    f"{type(self).__name__} names input {name!r} of {_named(path)} ({type(module).__name__}), whose "
+                    f"forward takes {', '.join(names)}; {hint}Correct the name in the plan"
                 )
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
@@ -391,6 +412,8 @@ class GatherInputs(ShardInputs):
             new_args, new_kwargs = list(args), dict(kwargs)
             for name, where in self.inputs:
                 assert isinstance(where, StreamDim)
+                if name not in names:
+                    continue
                 position, who = names.index(name), f"input {name!r} of {_named(path)}"
                 value = new_kwargs[name] if name in new_kwargs else dict(enumerate(args)).get(position)
                 if value is None and not where.optional:
@@ -514,13 +537,7 @@ class RefuseInputs(MeshcpStyle):
         return f"RefuseInputs({', '.join(f'{name}={reason!r}' for name, reason in self.reasons)})"
 
     def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
-        names = _parameters(module)
-        for name, _ in self.reasons:
-            if name not in names:
-                raise PlanError(
-                    f"RefuseInputs names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
-                    f"takes {', '.join(names)}; correct the name in the plan"
-                )
+        _check_taken(self, self.reasons, module, path)
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         names = _parameters(module)
@@ -553,13 +570,7 @@ class GatherStores(MeshcpStyle):
         return f"GatherStores({', '.join(f'{name}={where!r}' for name, where in self.caches)})"
 
     def check(self, module: nn.Module, path: str, runtime: Runtime) -> None:
-        names = _parameters(module)
-        for name, _ in self.caches:
-            if name not in names:
-                raise PlanError(
-                    f"GatherStores names input {name!r} of {_named(path)} ({type(module).__name__}), whose forward "
-                    f"takes {', '.join(names)}; correct the name in the plan"
-                )
+        _check_taken(self, self.caches, module, path)
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
         names = _parameters(module)
@@ -796,6 +807,12 @@ class AttentionSite:
         *,
         rows_are_batch: bool,
     ) -> torch.Tensor:
+        """The module's next attention call: ``[B, H, S, D]``, S the rows that this rank carries.
+
+        Raises:
+            AttentionError: a call that the plan does not cover, or one that cannot be computed rightly.
+            LayoutError: rows that are not those of the layout.
+        """
         style: LocalAttention | ContextParallelAttention | None = self.style
         known = self.runtime.lengths.known
         if self.style.whole is not None and k_BGKD.shape[2] <= known.get(self.style.whole, 0):
@@ -953,9 +970,10 @@ class AttentionSite:
 
 def replace_then(style: ContextParallelAttention) -> ContextParallelAttention:
     """``style`` with ``then=LocalAttention()`` at the end of its chain, for messages."""
-    if isinstance(style.then, ContextParallelAttention):
-        return ContextParallelAttention(style.streams, style.kv, replace_then(style.then), dict(style.key_masks))
-    return ContextParallelAttention(style.streams, style.kv, LocalAttention(), dict(style.key_masks))
+    then = replace_then(style.then) if isinstance(style.then, ContextParallelAttention) else LocalAttention()
+    extended = copy.copy(style)
+    object.__setattr__(extended, "then", then)
+    return extended
 
 
 @_style(init=False)

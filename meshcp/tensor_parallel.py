@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .collectives import all_reduce, all_to_all
 from .errors import PlanError
-from .placements import shard_interval
+from .placements import Interval, shard_interval, total
 
 ORDER = (
     "1. parallelize_module(model, mesh['tp'], meshcp.tp_plan(model, mesh))  2. meshcp.parallelize(model, mesh)  "
@@ -35,7 +35,6 @@ ORDER = (
 )
 """The order in which parallelisms are put on a model."""
 
-Interval = tuple[int, int]
 Cut = tuple[tuple[Interval, ...], ...]
 """For each rank the intervals of a dimension that it holds, ascending."""
 
@@ -117,10 +116,6 @@ def _common(held: Sequence[Interval], wanted: Sequence[Interval]) -> list[Interv
     return sorted(pair for pair in pairs if pair[0] < pair[1])
 
 
-def _length(intervals: Sequence[Interval]) -> int:
-    return sum(stop - start for start, stop in intervals)
-
-
 def _offset(intervals: Sequence[Interval], position: int) -> int:
     """Where a global position lies among what a rank holds."""
     before = 0
@@ -137,10 +132,10 @@ def _move(x: torch.Tensor, dim: int, before: Cut, after: Cut, tp: TensorMesh) ->
     pieces, send = [], []
     for rank in range(tp.degree):
         common = _common(before[tp.rank], after[rank])
-        send.append(_length(common) * width)
+        send.append(total(common) * width)
         pieces += [rows.narrow(0, _offset(before[tp.rank], a), b - a).reshape(-1) for a, b in common]
     incoming = [_common(before[rank], after[tp.rank]) for rank in range(tp.degree)]
-    receive = [_length(common) * width for common in incoming]
+    receive = [total(common) * width for common in incoming]
     packed = torch.cat(pieces) if pieces else rows.new_empty(0)
     flat = all_to_all(packed, receive, send, tp.group).view(-1, *rows.shape[1:])
     found, start = [], 0

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import math
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,8 @@ from .plan import Plan
 
 T = TypeVar("T")
 
-_IN_LIBRARY = re.compile(r"[/\\\\](torch|meshcp|einops)[/\\\\]")
+# By folder, not by name: a checkout called meshcp holds an environment with all of Diffusers in it.
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__))
 
 # Relative to the largest value of the output. Half precisions round each layer's result, in another order on a mesh.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -62,6 +62,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
+        """Whether it is within the tolerance."""
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
@@ -343,10 +344,14 @@ class _Raised:
         text = f"{when}{type(self.error).__name__}: {self.error}"
         if not isinstance(self.error, MeshcpError):
             # What the model itself raises does not say where, and with a wrong plan that is all there is to know.
-            own = [f for f in traceback.extract_tb(self.error.__traceback__) if not _IN_LIBRARY.search(f.filename)]
+            own = [f for f in traceback.extract_tb(self.error.__traceback__) if not _in_library(f.filename)]
             if own:
                 text += f" (in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}: {own[-1].line})"
         return self.at, text
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or f"{os.sep}einops{os.sep}" in file
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Raised | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import PlanError
+
 
 @dataclass(frozen=True)
 class StreamDim:
@@ -70,14 +72,17 @@ def seq(
         seq(1, "image", "text", local=("text",))     [B, image + this rank's text, C]
 
     See :class:`StreamDim` for the options.
+
+    Raises:
+        PlanError: no stream, or options that do not go together.
     """
     if not streams:
-        raise ValueError('seq needs at least one stream name, as in seq(1, "image")')
+        raise PlanError('seq needs at least one stream name, as in seq(1, "image")')
     unknown = ({*local} | {*whole}) - {*streams}
     if unknown or {*local} & {*whole}:
-        raise ValueError(f"local={local} and whole={whole}: needed: different ones of the streams {streams}")
+        raise PlanError(f"local={local} and whole={whole}: needed: different ones of the streams {streams}")
     if (empty or anew) and len(streams) > 1:
-        raise ValueError(f"empty=True and anew=True are for inputs of one stream, found {streams}")
+        raise PlanError(f"empty=True and anew=True are for inputs of one stream, found {streams}")
     return StreamDim(dim, streams, optional, ndim, when_ndim, folded, local, whole, empty, anew, if_taken)
 
 
@@ -107,12 +112,15 @@ def count(*streams: str, optional: bool = False, leading: bool = False, default:
     """An integer argument by which a module splits what it holds: it gets the rank's own number of rows.
 
     ``ShardInputs(text_seq_len=count("text"))``: a block that is told the text length of the whole sequence would cut
-    its local tensor in the wrong place.
+    its local tensor in the wrong place. See :class:`StreamCount` for the options.
+
+    Raises:
+        PlanError: no stream, or several with ``leading``.
     """
     if not streams:
-        raise ValueError('count needs at least one stream name, as in count("text")')
+        raise PlanError('count needs at least one stream name, as in count("text")')
     if leading and len(streams) > 1:
-        raise ValueError(f"leading=True counts tokens of one stream, found {streams}")
+        raise PlanError(f"leading=True counts tokens of one stream, found {streams}")
     return StreamCount(streams, optional, leading, default)
 
 
@@ -162,7 +170,10 @@ def parts(*parts: StreamDim | None, optional: bool = False) -> StreamParts:
 
     ``rotary_emb=parts(seq(0, "text"), seq(0, "video"))`` for ``(rope of text, rope of video)``. A part that is itself
     a tuple of tensors has each of them cut alike.
+
+    Raises:
+        PlanError: no part is cut.
     """
     if all(part is None for part in parts):
-        raise ValueError('parts needs at least one seq, as in parts(None, seq(1, "video"))')
+        raise PlanError('parts needs at least one seq, as in parts(None, seq(1, "video"))')
     return StreamParts(parts, optional)

@@ -130,10 +130,10 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def compare(row: Row, meshes: tuple[Mesh, ...]) -> list[str]:
+def compare(row: Row, meshes: tuple[Mesh, ...], gradients_on: tuple[Mesh, ...] = GRADIENTS) -> list[str]:
     """Run the row on each mesh and without; one line for each difference that is too large."""
     model, wrong = build(row), []
-    gradients = row.gradients and any(mesh in GRADIENTS for mesh in meshes)
+    gradients = row.gradients and any(mesh in gradients_on for mesh in meshes)
     with torch.set_grad_enabled(gradients):
         expected = tensors_of(model(**make_inputs(row)))
     assert expected, "the model returns no tensor"
@@ -144,7 +144,7 @@ def compare(row: Row, meshes: tuple[Mesh, ...]) -> list[str]:
     before = sorted(model.state_dict())
     for mesh in meshes:
         device_mesh = init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
-        with_gradients = gradients and mesh in GRADIENTS
+        with_gradients = gradients and mesh in gradients_on
         handle = meshcp.parallelize(model, device_mesh, row.plan)
         with torch.set_grad_enabled(with_gradients):
             actual = tensors_of(model(**make_inputs(row)))

@@ -204,6 +204,8 @@ def compose(case: Case, mesh: DeviceMesh) -> nn.Module:
 def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """The largest difference of any gradient, relative to its own largest value, and whose it is."""
     assert actual.keys() == expected.keys(), set(actual) ^ set(expected)
+    # Nothing is larger than NaN, and max() would pass it over.
+    assert all(bool(g.isfinite().all()) for g in actual.values()), "a gradient is not finite"
     largest = max(float(g.abs().max()) for g in expected.values())
     return max(
         (float((actual[n] - e).abs().max()) / max(float(e.abs().max()), 1e-6 * largest), n) for n, e in expected.items()

@@ -164,7 +164,7 @@ def held_at_once(length: int) -> list[int]:
 
     alive: list[weakref.ref[torch.Tensor]] = []
     peaks = []
-    original_pack, original_forward = ring_module._pack, ring_module.block_forward
+    original_forward = ring_module.block_forward
     original_start = collectives.RingExchange.start
 
     def start(self: collectives.RingExchange, send: torch.Tensor, receive: torch.Tensor) -> list[object]:
@@ -185,7 +185,6 @@ def held_at_once(length: int) -> list[int]:
             meshcp.attention(q, q, q)
     finally:
         ring_module.block_forward, collectives.RingExchange.start = original_forward, original_start  # type: ignore[method-assign]
-        assert ring_module._pack is original_pack
     return peaks
 
 
@@ -194,4 +193,4 @@ def test_the_ring_holds_two_blocks_in_transit_and_no_more(pool: Pool) -> None:
     block = 2 * 2 * (length // 4) * 8 * 4
     for peaks in pool.run(4, held_at_once, length):
         assert len(peaks) == 4
-        assert max(peaks) <= 2 * block, (peaks, block)
+        assert 0 < max(peaks) <= 2 * block, (peaks, block)

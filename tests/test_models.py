@@ -10,7 +10,8 @@ import pytest
 from meshcp.models import PLANS
 from tests import model_cases
 from tests.harness import Pool
-from tests.model_cases import MESHES, Row
+from tests.model_cases import MESHES, Mesh, Row
+from tests.rows import flux
 
 ROWS = model_cases.rows()
 
@@ -58,3 +59,18 @@ def test_every_plan_has_rows() -> None:
 def test_outputs_left_sharded_are_parts_or_refused(pool: Pool, row: Row) -> None:
     said = pool.run(2, model_cases.left_sharded, row)
     assert all(what == "right" or what.startswith("refused") for what in said), said
+
+
+EVERY_MESH: dict[int, tuple[Mesh, ...]] = {
+    2: MESHES[2],
+    3: ((("ulysses", 3),), (("ring", 3),)),
+    4: ((("ulysses", 4),), (("ring", 4),), (("ring", 2), ("ulysses", 2)), (("ulysses", 2), ("ring", 2))),
+    6: ((("ring", 2), ("ulysses", 3)), (("ring", 3), ("ulysses", 2)), (("ulysses", 6),)),
+}
+
+
+@pytest.mark.parametrize("world", sorted(EVERY_MESH))
+@pytest.mark.parametrize("row", [flux.EVEN, flux.ROWS[1]], ids=str)
+def test_flux_gradients_on_every_mesh(pool: Pool, row: Row, world: int) -> None:
+    for rank, wrong in enumerate(pool.run(world, model_cases.compare, row, EVERY_MESH[world], EVERY_MESH[world])):
+        assert not wrong, f"rank {rank}: " + "; ".join(wrong)

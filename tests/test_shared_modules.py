@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
 from tests.harness import Pool
-from tests.model_cases import build, tensors_of, with_config
+from tests.model_cases import _difference, build, tensors_of, with_config
 from tests.rows import controlnets, z_image
 
 SIZES, TEXTS = [(6, 10), (6, 10)], [35, 9]
@@ -45,9 +45,7 @@ def share(which: str, first_removed: str) -> float:
     steps.append(step())
     forwards = [module for model in models.values() for module in model.modules() if "forward" in module.__dict__]
     assert not forwards, "remove() left forwards behind"
-    return max(
-        float((a - e).abs().max() / e.abs().max()) for actual in steps for a, e in zip(actual, expected, strict=True)
-    )
+    return max(_difference(a, e) for actual in steps for a, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(

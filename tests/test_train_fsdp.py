@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -119,6 +120,7 @@ def run_steps(given: list[str], steps: int, save: bool = False) -> dict[str, Any
 
 def furthest(found: list[float], expected: list[float]) -> float:
     """The largest difference between two curves, relative to the loss at that step."""
+    assert all(map(math.isfinite, found)), found
     return max(abs(a - b) / b for a, b in zip(found, expected[: len(found)], strict=True))
 
 

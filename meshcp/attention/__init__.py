@@ -97,7 +97,7 @@ def _sharded_attention(
         if name in (RING, ULYSSES)
     )
     kv_placements = [
-        (Replicate() if whole else placement) if name in (RING, ULYSSES) else placement
+        Replicate() if whole and name in (RING, ULYSSES) and placement != _HEADS else placement
         for name, placement in zip(names, placements, strict=True)
     ]
     # Each rank computes only its own queries' share of the gradient of replicated keys.
