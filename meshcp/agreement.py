@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import _compat
 from .errors import InputError, LayoutError
 from .layout import map_tensors
-from .mesh import ContextMesh
+from .mesh import ContextMesh, local_device
 
 _PRIME = 1_000_003
 
@@ -52,7 +52,7 @@ def check_agreement(context: ContextMesh, inputs: dict[str, Any]) -> None:
     mixed = 0
     for index, (name, value) in enumerate(sorted(digests.items())):
         mixed = (mixed * _PRIME + value * (index + 1) + sum(name.encode())) & (2**62 - 1)
-    mine = torch.tensor([mixed, -mixed], dtype=torch.int64, device=_device(context))
+    mine = torch.tensor([mixed, -mixed], dtype=torch.int64, device=local_device(context.mesh.device_type))
     for degree, group in context.axes:
         if degree > 1:
             dist.all_reduce(mine, dist.ReduceOp.MAX, group=_compat.resolve_group(group))
@@ -79,7 +79,7 @@ def check_outputs(context: ContextMesh, output: Any, model: str) -> None:
 
     map_tensors(dict(output) if isinstance(output, dict) else output, note, "output")
     # A fixed number of values, whatever a rank holds: ranks that disagree must not disagree on the message's size.
-    values = torch.zeros(4, dtype=torch.float64, device=_device(context))
+    values = torch.zeros(4, dtype=torch.float64, device=local_device(context.mesh.device_type))
     for index, x in enumerate(found.values()):
         flat = x.double().flatten()
         weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=x.device)
@@ -121,8 +121,3 @@ def _name_difference(context: ContextMesh, digests: dict[str, int]) -> None:
         "of a context-parallel group must be given the same tensors: seed the generator alike "
         "(torch.Generator().manual_seed(0) on each rank, or meshcp.seed_everything), or broadcast them"
     )
-
-
-def _device(context: ContextMesh) -> torch.device:
-    kind = context.mesh.device_type
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")

@@ -34,6 +34,7 @@ from .agreement import digest
 from .collectives import all_gather
 from .errors import InputError, MeshError, PlanError
 from .layout import map_tensors
+from .mesh import local_device
 from .models.registry import PLANS
 from .placements import StreamDim
 from .styles import ShardInputs
@@ -227,8 +228,7 @@ class GuidanceHandle:
             )
 
     def _is_same(self, value: int) -> bool:
-        kind = self._device_type
-        device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        device = local_device(self._device_type)
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         return int(extremes.sum().item()) == 0

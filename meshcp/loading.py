@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from . import _compat
 from .errors import CheckpointError
 from .gradients import fsdp_mesh
-from .mesh import RING, ULYSSES
+from .mesh import RING, ULYSSES, local_device
 from .models.tensor_parallel import tp_plan
 from .parallelize import parallelize
 from .placements import Interval, local_interval
@@ -159,9 +159,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _default_device(mesh: DeviceMesh | None) -> torch.device:
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return local_device("cpu" if mesh is None else mesh.device_type)
 
 
 def _shard_by_axes(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -56,6 +56,11 @@ def init_mesh(*, ring: int = 1, ulysses: int = 1, device_type: str | None = None
     return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
+def local_device(kind: str) -> torch.device:
+    """This process's device of a mesh whose ``device_type`` is ``kind``."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
 @dataclass(frozen=True)
 class ContextMesh:
     """The (ring, ulysses) view of a mesh: degrees, this rank's place and the two process groups.
