@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from .collectives import all_gather
 from .errors import InputError, LayoutError
 from .mesh import ContextMesh
-from .placements import SequenceLayout, StreamCount, StreamDim, select, sequence_placements, shard_sizes, total
+from .placements import (
+    SequenceLayout,
+    StreamCount,
+    StreamDim,
+    select,
+    sequence_placements,
+    shard_sizes,
+    to_local,
+    total,
+)
 
 
 class StreamLengths:
@@ -271,10 +280,12 @@ class StreamLengths:
                 f"{who} is a DTensor on mesh axes {names}; needed: a mesh with {active} in this order "
                 "(meshcp.init_mesh makes one), or a plain tensor"
             )
-        local = x.redistribute(x.device_mesh, placements).to_local()
+        local = to_local(x.redistribute(x.device_mesh, placements), placements)
         if local.shape[dim] or not x.shape[dim]:
             return local
-        return local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))
+        stand_in = local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))
+        # The redistribution's backward is a collective, in which a rank without rows takes part too.
+        return stand_in + local.sum() if local.requires_grad else stand_in
 
     def _check(self, x: torch.Tensor, where: StreamDim, who: str) -> int | None:
         """The dimension to cut, or None where the plan says that a tensor of this rank stays whole."""

@@ -12,7 +12,7 @@ if __name__ != "meshcp.placements":
 from .heads import HeadLayout
 from .intervals import Interval, merge_intervals, select, total
 from .sequence import Segment, SequenceLayout
-from .shard import local_interval, sequence_placements, shard_interval, shard_sizes
+from .shard import local_interval, sequence_placements, shard_interval, shard_sizes, to_local
 from .stream import StreamCount, StreamDim, StreamGrid, StreamParts, count, grid, parts, seq
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "sequence_placements",
     "shard_interval",
     "shard_sizes",
+    "to_local",
     "total",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -63,3 +67,37 @@ def local_interval(x: DTensor, dim: int) -> Interval:
         low, high = shard_interval(stop - start, x.device_mesh.size(axis), coordinate[axis])
         start, stop = start + low, start + high
     return start, stop
+
+
+class _Local(torch.autograd.Function):
+    """``DTensor.to_local`` whose gradient has the global shape and strides of the tensor.
+
+    torch's own derives them from the local gradient, so with uneven shards each rank has others. They are part of the
+    key by which DTensor caches what it dispatches, and a cache that hits on some ranks only makes them part ways as
+    soon as it holds an equal mesh with other process groups.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = x.device_mesh, grad_placements, x.shape, x.stride()
+        local = x.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        order = sorted(range(grad.ndim), key=lambda dim: ctx.stride[dim], reverse=True)
+        back = sorted(range(grad.ndim), key=order.__getitem__)
+        grad = grad.permute(order).contiguous().permute(back)
+        stride, size = [0] * grad.ndim, 1
+        for dim in reversed(order):
+            stride[dim], size = size, size * ctx.shape[dim]
+        return DTensor.from_local(
+            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=tuple(stride)
+        ), None
+
+
+def to_local(x: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of ``x``, differentiable; the gradient has ``grad_placements``, and the shape and strides of
+    ``x`` on every rank, however unevenly it is cut."""
+    local: torch.Tensor = _Local.apply(x, grad_placements)
+    return local

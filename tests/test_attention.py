@@ -216,3 +216,36 @@ def opcheck() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operator_keeps_the_rules_of_custom_operators() -> None:
     opcheck()
+
+
+def leaf_gradients() -> list[tuple[tuple[int, ...], float]]:
+    """Strides of each leaf's gradient, and its error, on two equal meshes one after the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensors = [
+        torch.randn(2, 6, 13, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+    ]
+    plain = [x.clone().requires_grad_() for x in tensors]
+    attention_cases.softmax_attention(*plain, None, False, None).square().sum().backward()
+    found = []
+    for first in (Shard(2), Shard(1)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        leaves = [
+            distribute_tensor(x, mesh, [placement, Shard(2)]).requires_grad_()
+            for x, placement in zip(tensors, (first, Shard(2), Shard(2)), strict=True)
+        ]
+        meshcp.attention(*leaves).square().sum().full_tensor().backward()
+        for leaf, want in zip(leaves, plain, strict=True):
+            error = leaf.grad.full_tensor() - want.grad
+            found.append((leaf.grad.stride(), float(error.abs().max())))
+    return found
+
+
+def test_gradients_lie_alike_on_every_rank_and_equal_meshes_do_not_mix(pool: Pool) -> None:
+    # 13 rows on 2 x 2 ranks: by torch's own to_local the gradients' strides differ between ranks, and the second mesh
+    # waits for itself in two different groups.
+    for result in pool.run(4, leaf_gradients):
+        for stride, error in result:
+            assert stride == (6 * 13 * 8, 13 * 8, 8, 1)
+            assert error < 1e-12

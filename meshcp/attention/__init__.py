@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..errors import AttentionError
 from ..mesh import RING, ULYSSES, ContextMesh, context_mesh
-from ..placements import SequenceLayout, local_interval
+from ..placements import SequenceLayout, local_interval, to_local
 from .distributed import CallPlan, nothing
 from .masks import canonical_mask, select_broadcast
 
@@ -106,12 +106,10 @@ def _sharded_attention(
         for kv, placement in zip(kv_placements, placements, strict=True)
     ]
     k_local, v_local = (
-        (x if x.placements == tuple(kv_placements) else x.redistribute(mesh, kv_placements)).to_local(
-            grad_placements=kv_grads
-        )
+        to_local(x if x.placements == tuple(kv_placements) else x.redistribute(mesh, kv_placements), kv_grads)
         for x in (k, v)
     )
-    q_local = q_work.to_local()
+    q_local = to_local(q_work, placements)
     context = _active_context(context_mesh(mesh), names, placements)
     outer = RING in names and ULYSSES in names and names.index(ULYSSES) < names.index(RING)
     layouts = [SequenceLayout((x.shape[2],), context.ring, context.ulysses, outer and context.size > 1) for x in (q, k)]
