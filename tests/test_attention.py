@@ -249,3 +249,30 @@ def test_gradients_lie_alike_on_every_rank_and_equal_meshes_do_not_mix(pool: Poo
         for stride, error in result:
             assert stride == (6 * 13 * 8, 13 * 8, 8, 1)
             assert error < 1e-12
+
+
+def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:
+    """Dtypes of the output and of a gradient, and the output's error, on ulysses and on ring."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    tensors = [torch.randn(1, 4, 13, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    want = attention_cases.softmax_attention(*tensors, None, False, None)
+    found = []
+    for axis in ("ulysses", "ring"):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(axis,))
+        leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = meshcp.attention(*leaves, torch.zeros(1, 1, 13, 13))
+        out.sum().backward()
+        assert isinstance(leaves[0].grad, DTensor)
+        error = float((out.detach().full_tensor() - want).abs().max() / want.abs().max())
+        found.append((out.dtype, leaves[0].grad.dtype, error))
+    return found
+
+
+def test_autocast_gives_its_dtype_in_every_mode(pool: Pool) -> None:
+    for result in pool.run(3, under_autocast):
+        for out, grad, error in result:
+            assert (out, grad) == (torch.bfloat16, torch.float32)
+            assert error < 1e-2

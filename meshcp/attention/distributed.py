@@ -111,6 +111,7 @@ class CallPlan:
         if held and (self._q_real is not None or self._kv_real is not None):
             return self._run_real(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local, kernel, rows_are_batch)
         context = self.context
+        q_BHSD, k_BGKD, v_BGKD = (_autocast(x) for x in (q_BHSD, k_BGKD, v_BGKD))
         if mask is not None:
             if causal:
                 raise AttentionError("both a mask and causal=True; give one of the two (put causality into the mask)")
@@ -205,6 +206,14 @@ class CallPlan:
         if not (q.numel() and k.numel()):
             return nothing(q, k, v)
         return local(q, k, v, mask, causal, scale)
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as autocast would give it to ``F.scaled_dot_product_attention``; cast here, half as much travels."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _zero_rows(like_BHSD: torch.Tensor, rows: int) -> torch.Tensor:
