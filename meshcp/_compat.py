@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from datetime import timedelta
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 SubTensor = TypeVar("SubTensor", bound=torch.Tensor)
 
 # -- functional collectives --------------------------------------------------------------------------------------
@@ -62,6 +66,32 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+
+
+_GROUPS_MADE: Counter[tuple[int, ...]] = Counter()
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group that only its members make; the same ranks may make, destroy and make theirs again.
+
+    torch derives its name from counts of groups (2.11: of those alive, later: of those made), which also name what it
+    leaves in the store. A count of groups alive leads the second group of the same ranks to the addresses of the first;
+    a count of groups made differs from then on between members and others, whose next common group finds no partner.
+    Hence a count for each set of ranks.
+    """
+    from torch.distributed import distributed_c10d
+
+    key = tuple(ranks)
+    _GROUPS_MADE[key] += 1
+    name: Any = f"meshcp_{'_'.join(map(str, key))}_{_GROUPS_MADE[key]}"
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = original
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 # -- DTensor operator strategies -----------------------------------------------------------------------------------
@@ -130,9 +160,31 @@ def separate_compile_caches(*groups: str) -> None:
         config.cache_key_tag += tag
 
 
-def has_compiled_parts(model: torch.nn.Module) -> bool:
-    """Whether a module of ``model`` compiles its own calls (``module.compile()``, ``compile_repeated_blocks``)."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
+def runs_compiled(model: torch.nn.Module) -> bool:
+    """Whether what runs now is compiled: the call of ``model`` (``torch.compile(model)``), or those of modules in it
+    (``module.compile()``, ``compile_repeated_blocks``)."""
+    from torch._dynamo.eval_frame import _is_in_optimized_module
+
+    return _is_in_optimized_module() or any(is_compiled(module) for module in model.modules())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module`` compiles its own calls."""
+    return module._compiled_call_impl is not None
+
+
+def left_to_python(hook: Hook) -> Hook:
+    """A hook, such that Dynamo compiles neither it nor what it calls; in a graph that it is called from, it is traced.
+
+    Dynamo does not trace ``nn.Module.__call__`` of the module that it compiles, but goes on into each hook that this
+    calls: a graph for every hook, at worst for every block. ``torch.compiler.disable`` would break the graphs of models
+    that are compiled as a whole.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    code = cast(FunctionType, hook).__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return hook
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
@@ -217,8 +269,8 @@ def taken_over(owner: Any, member: Any, call: AttentionCall, everywhere: bool = 
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     active = _AttentionBackendRegistry._active_backend
-    own = owner.__dict__
-    before = {name: own[name] for name in ("_attention_backend", "_parallel_config") if name in own}
+    # Not taken off again where it had none of its own: Dynamo of torch 2.11 then deletes what it has never set.
+    before = owner._attention_backend, owner._parallel_config
     owner._attention_backend, owner._parallel_config = member, call
     _IN_CHARGE.append(call)
     if everywhere:
@@ -229,11 +281,27 @@ def taken_over(owner: Any, member: Any, call: AttentionCall, everywhere: bool = 
         _IN_CHARGE.pop()
         if everywhere:
             _AttentionBackendRegistry._active_backend = active
-        for name in ("_attention_backend", "_parallel_config"):
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
+        owner._attention_backend, owner._parallel_config = before
+
+
+def own_attention_seam(owner: object) -> Callable[[], None]:
+    """Give ``owner`` backend and parallel config of its own, as its class says; returns how to undo that.
+
+    That way nothing appears on it while it runs, on which a compiled graph would depend.
+    """
+    if not has_attention_seam(owner):
+        return lambda: None
+    names = [name for name in ("_attention_backend", "_parallel_config") if name not in owner.__dict__]
+    for name in names:
+        setattr(owner, name, getattr(owner, name))
+
+    def undo() -> None:
+        for name in names:
+            # What the user has set since then stays.
+            if name in owner.__dict__ and getattr(owner, name) is getattr(type(owner), name, None):
                 delattr(owner, name)
+
+    return undo
 
 
 def chosen_backend(owner: object) -> str:
@@ -362,6 +430,30 @@ def first_block_residual(hook: Any) -> torch.Tensor | None:
 def returns_text_apart(hook: Any) -> bool:
     """Whether the block of a FirstBlockCache hook returns the text as a tensor of its own."""
     return hook._metadata.return_encoder_hidden_states_index is not None
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: names of its parameters that DDP, made around it, must leave alone."""
+
+
+def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """The wrapper whose forward runs now."""
+    active: torch.nn.parallel.DistributedDataParallel | None = (
+        torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    )
+    return active
+
+
+def taken_apart(parameter: torch.Tensor) -> bool:
+    """Whether ``DistributedDataParallel(device_mesh=)`` has put the local part of a DTensor in its place."""
+    return hasattr(parameter, "_st_info")
+
+
+def at_the_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that runs now has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 # -- modules and tensors -----------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ functional collectives, so that ``torch.compile`` and ``CommDebugMode`` see them
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,13 @@ class RingExchange:
 
     ``start`` posts a transfer and returns at once; ``wait`` ends it. Empty blocks are not sent:
     both ends know the lengths.
+
+    On a GPU, ``wait`` lets the stream wait, not the process, and a transfer begins when the stream has come to where it
+    was posted. Hence both tensors must be held until ``wait``, and may be dropped right after: whatever takes their
+    memory next comes later in the stream.
     """
+
+    _connected: ClassVar[weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakSet()
 
     def __init__(self, group: str) -> None:
         self.group = _compat.resolve_group(group)
@@ -132,7 +139,15 @@ class RingExchange:
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.degree)
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> list[dist.Work]:
-        """Post the transfer of ``send`` to the next rank and of ``receive`` from the one before."""
+        """Post the transfer of ``send`` to the next rank and of ``receive`` from the one before.
+
+        Every rank of the group calls this, also one that neither sends nor receives.
+        """
+        if send.device.type != "cpu" and self.group not in self._connected:
+            # NCCL connects a group in its first operation, in which every rank must take part: here some may have
+            # nothing to send or to receive.
+            dist.all_reduce(torch.zeros(1, device=send.device), group=self.group)
+            self._connected.add(self.group)
         transfers = []
         if send.numel():
             transfers.append(dist.P2POp(dist.isend, send, self._next, self.group))

@@ -220,11 +220,11 @@ def _run(model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[Any], gr
     inputs = _copied(example_inputs)
     arguments: dict[str, Any] = {} if not isinstance(inputs, Mapping) else dict(inputs)
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    devices = [device.index or 0] if device.type != "cpu" else []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     before = {key: p.grad for key, p in model.named_parameters()} if gradients else {}
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
             torch.manual_seed(0)
             if gradients:
                 for parameter in model.parameters():
@@ -368,8 +368,8 @@ class _Groups:
         limit = datetime.timedelta(seconds=timeout)
         members = _members(context)
         self._open: list[dist.ProcessGroup] = []
-        # It must outlive the wait of whoever is stuck in the run.
-        self._all = _new_group(members, limit * 4)
+        # It must outlive the wait of whoever is stuck in the run, and work where a GPU's stream is stuck.
+        self._all = _new_group(members, limit * 4, "gloo")
         names = []
         for degree, group in context.axes:
             if degree > 1:
@@ -402,9 +402,9 @@ class _Groups:
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over all context-parallel ranks. Collective."""
-        total = x.clone()
+        total = x.to("cpu", copy=True)
         dist.all_reduce(total, group=self._all)
-        return total / self._all.size()
+        return (total / self._all.size()).to(x.device)
 
     def wake_others(self, error: Exception) -> None:
         """Close the groups of the run: who waits in one of them for this rank is told so by the transport."""
@@ -421,11 +421,19 @@ class _Groups:
             dist.destroy_process_group(self._open.pop())
 
 
-def _new_group(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A group that only its members make: the rest of the world may be elsewhere."""
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _new_group(ranks: list[int], timeout: datetime.timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A group that only its members make: the rest of the world may be elsewhere. Its time-outs are exceptions."""
+    # Else NCCL ends the process of a rank that waits for too long. Groups read this when they are made.
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return _compat.new_group(ranks, timeout, backend)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _members(context: ContextMesh) -> list[int]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
 from tests import model_cases
-from tests.harness import Pool
+from tests.harness import Pool, fake_world
 from tests.model_cases import Mesh, Row
 
 MESHES: dict[int, Mesh] = {2: (("ulysses", 2),), 3: (("ring", 3),), 4: (("ring", 2), ("ulysses", 2))}
@@ -567,3 +567,21 @@ def test_a_backend_without_log_sum_exp_is_refused_for_ring(pool: Pool, before: b
     for said in pool.run(2, backend_without_lse, before):
         assert "flex" in said, said
         assert "native" in said, said
+
+
+def test_processors_come_back_as_they_were_and_keep_what_was_chosen_meanwhile() -> None:
+    with fake_world(2):
+        model: Any = model_cases.build(_row(FLUX))
+        processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+        before = [dict(vars(processor)) for processor in processors]
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+        meshcp.parallelize(model, mesh).remove()
+        assert [vars(processor) for processor in processors] == before
+        handle = meshcp.parallelize(model, mesh)
+        try:
+            model.set_attention_backend("_native_math")
+        finally:
+            _reset_active_backend()
+        handle.remove()
+        assert {processor._attention_backend.value for processor in processors} == {"_native_math"}
+        assert not any("_parallel_config" in vars(processor) for processor in processors)

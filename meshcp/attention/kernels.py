@@ -1,8 +1,9 @@
 """Local attention kernels that return (out, lse), and their backward, for one block of keys.
 
-Shapes: B batch, H heads, S query rows, K key rows, D head width. Every kernel here takes contiguous or strided
-``[B, H, S, D]`` tensors with the same number of heads; what it returns for rows that see no key is out = 0,
-lse = -inf, whatever the kernel itself says about them.
+Shapes: B batch, H heads, S query rows, K key rows, D head width. :func:`block_forward` and :func:`block_backward`
+take ``[B, H, S, D]`` tensors of any strides and widths, and give rows that see no key out = 0, lse = -inf. What the
+kernels themselves want (as many KV heads as query heads, widths of a certain multiple, elements of a row side by side)
+and say is made even here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import AttentionError
 from .masks import additive
@@ -45,6 +47,37 @@ Backward = Callable[
 
 
 @dataclass(frozen=True)
+class KernelCall:
+    """What the choice of a kernel depends on.
+
+    Attributes:
+        device: device type of the tensors.
+        dtype: of q; None where it is not known yet.
+        mask: whether there is a mask.
+        width: head width; 0 where it is not known yet.
+        widths: whether values are of another width than keys.
+        capability: compute capability of a CUDA device; None for other devices, and where it is not known.
+    """
+
+    device: str
+    dtype: torch.dtype | None = None
+    mask: bool = False
+    width: int = 0
+    widths: bool = False
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(q_BHSD: torch.Tensor, v_BHSE: torch.Tensor, mask: bool) -> KernelCall:
+        width, values = q_BHSD.shape[-1], v_BHSE.shape[-1]
+        capability = torch.cuda.get_device_capability(q_BHSD.device) if q_BHSD.device.type == "cuda" else None
+        return KernelCall(q_BHSD.device.type, q_BHSD.dtype, mask, width, values != width, capability)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A local attention with its log-sum-exp.
 
@@ -60,6 +93,9 @@ class Kernel:
         compute: the dtype that half precision is computed in, None for its own. A kernel that returns half precision
             rounds the output of every block, which over a ring adds up to more than one process's single rounding; on
             the CPU, where results are proved, each block is computed in fp32. CUDA's kernels leave no such choice.
+        ampere: dtypes for which a CUDA device needs compute capability 8.0.
+        multiple: what the head width must be a multiple of; others are filled up with zeros.
+        widest: the largest head width, 0 for none.
     """
 
     name: str
@@ -70,21 +106,34 @@ class Kernel:
     masks: bool = True
     widths: bool = False
     compute: torch.dtype | None = None
+    ampere: tuple[torch.dtype, ...] = ()
+    multiple: int = 1
+    widest: int = 0
 
-    def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in the dtype in which this kernel computes."""
-        return x if self.compute is None or x.dtype == torch.float64 else x.to(self.compute)
+    def fit(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+        """``x`` in the dtype in which this kernel computes, filled up to a width that it takes, rows dense."""
+        x = x_BHSD if self.compute is None or x_BHSD.dtype == torch.float64 else x_BHSD.to(self.compute)
+        missing = -x.shape[-1] % self.multiple
+        if missing:
+            return F.pad(x, (0, missing))
+        # Kernels go by the strides of all dimensions but this one, and only some of them notice.
+        return x if x.stride(-1) == 1 else x.contiguous()
 
-    def misfit(self, device: str, dtype: torch.dtype, mask: bool, widths: bool = False) -> str | None:
+    def misfit(self, call: KernelCall) -> str | None:
         """Why this kernel cannot run such a call, or None when it can."""
-        if self.devices and device not in self.devices:
-            return f"it runs on {' or '.join(self.devices)}, not on {device}"
-        if self.dtypes and dtype not in self.dtypes:
-            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
-        if mask and not self.masks:
+        if self.devices and call.device not in self.devices:
+            return f"it runs on {' or '.join(self.devices)}, not on {call.device}"
+        if self.dtypes and call.dtype is not None and call.dtype not in self.dtypes:
+            return f"it takes {', '.join(map(_name, self.dtypes))}, not {_name(call.dtype)}"
+        if call.dtype in self.ampere and call.capability is not None and call.capability < (8, 0):
+            found = ".".join(map(str, call.capability))
+            return f"in {_name(call.dtype)} it needs a device of compute capability 8.0 or newer, found {found}"
+        if call.mask and not self.masks:
             return "it takes no attention mask"
-        if widths and not self.widths:
+        if call.widths and not self.widths:
             return "it takes no values of another width than the keys"
+        if self.widest and call.width > self.widest:
+            return f"it takes head widths up to {self.widest}, not {call.width}"
         return None
 
 
@@ -183,21 +232,21 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _padded_bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    # The memory-efficient kernel wants a full bias whose rows start at 16-byte boundaries.
+def _aligned_bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    # The memory-efficient kernel wants the shape of the scores, and rows that start at 16-byte boundaries. Strides of 0
+    # are right: a mask of keys takes no more memory than it has keys.
     if mask is None:
         return None
     keys = k.shape[2]
-    storage = mask.new_empty(*q.shape[:2], q.shape[2], -(-keys // 16) * 16)
-    bias = storage[..., :keys]
-    bias.copy_(mask.expand(*q.shape[:3], keys))
-    return bias
+    storage = mask.new_zeros(*mask.shape[:3], -(-keys // 16) * 16)
+    storage[..., :keys] = mask
+    return storage.expand(*q.shape[:3], -1)[..., :keys]
 
 
 def _efficient_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    bias = _padded_bias(mask, q, k)
+    bias = _aligned_bias(mask, q, k)
     result = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
     return result[0], result[1][..., : q.shape[2]]
 
@@ -214,12 +263,15 @@ def _efficient_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     seed = torch.empty((), dtype=torch.int64, device=q.device)
-    rows = -(-lse.shape[-1] // 32) * 32
-    padded = lse.new_full((*lse.shape[:2], rows), float("inf"))
-    padded[..., : lse.shape[-1]] = lse
-    bias = _padded_bias(mask, q, k)
+    # The forward kernel fills its lse up to a multiple of 32 rows, and the backward kernel reads that far; AMD's does
+    # neither.
+    if torch.version.hip is None and lse.shape[-1] % 32:
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    bias = _aligned_bias(mask, q, k)
+    # It takes the strides of out over batch and heads, but assumes the one over rows.
+    out = rows_outermost(out)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, bias, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        grad, q, k, v, bias, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
     return dq, dk, dv
 
@@ -227,9 +279,10 @@ def _efficient_backward(
 def _cudnn_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # Diffusers found wrong results where the inputs of this operator were not contiguous.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     result = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
-    lse = result[1]
-    return result[0], lse.squeeze(-1) if lse.ndim == 4 else lse
+    return result[0], result[1].squeeze(-1)
 
 
 def _cudnn_backward(
@@ -244,6 +297,7 @@ def _cudnn_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     seed, offset = _no_dropout_state(q)
+    grad, q, k, v, out = (x.contiguous() for x in (grad, q, k, v, out))
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse[..., None], seed, offset, mask, None, None, q.shape[2], k.shape[2], 0.0, causal,
         scale=scale,
@@ -253,11 +307,18 @@ def _cudnn_backward(
 
 _HALF = (torch.bfloat16, torch.float16)
 _CPU_FLASH = Kernel("cpu_flash", _cpu_forward, _cpu_backward, devices=("cpu",), compute=torch.float32)
-_FLASH = Kernel("_native_flash", _flash_forward, _flash_backward, devices=("cuda",), dtypes=_HALF, masks=False)
+_FLASH = Kernel(
+    "_native_flash", _flash_forward, _flash_backward,
+    devices=("cuda",), dtypes=_HALF, masks=False, ampere=_HALF, multiple=8, widest=256,
+)  # fmt: skip
 _EFFICIENT = Kernel(
-    "_native_efficient", _efficient_forward, _efficient_backward, devices=("cuda",), dtypes=(*_HALF, torch.float32)
-)
-_CUDNN = Kernel("_native_cudnn", _cudnn_forward, _cudnn_backward, devices=("cuda",), dtypes=_HALF)
+    "_native_efficient", _efficient_forward, _efficient_backward,
+    devices=("cuda",), dtypes=(*_HALF, torch.float32), ampere=(torch.bfloat16,), multiple=8,
+)  # fmt: skip
+_CUDNN = Kernel(
+    "_native_cudnn", _cudnn_forward, _cudnn_backward,
+    devices=("cuda",), dtypes=_HALF, ampere=_HALF, multiple=8, widest=256,
+)  # fmt: skip
 _MATH = Kernel("_native_math", _math_forward, _math_backward, widths=True)
 
 KERNELS = {kernel.name: kernel for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT, _CUDNN, _MATH)}
@@ -265,7 +326,7 @@ AUTOMATIC = ("", "native")
 WITH_LSE = ("native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math")
 
 
-def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool, widths: bool = False) -> Kernel:
+def choose_kernel(name: str, call: KernelCall) -> Kernel:
     """The kernel of this name, or the fastest that fits when the name leaves it open (``""`` or ``"native"``).
 
     Raises:
@@ -273,7 +334,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool, widths
     """
     if name in AUTOMATIC:
         for kernel in (_CPU_FLASH, _FLASH, _EFFICIENT):
-            if kernel.misfit(device, dtype, mask, widths) is None:
+            if kernel.misfit(call) is None:
                 return kernel
         return _MATH
     if name not in KERNELS:
@@ -283,7 +344,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool, widths
             "where every backend works"
         )
     kernel = KERNELS[name]
-    if (reason := kernel.misfit(device, dtype, mask, widths)) is not None:
+    if (reason := kernel.misfit(call)) is not None:
         raise AttentionError(
             f"attention backend {name!r} cannot take this call: {reason}; set the backend 'native', which chooses one "
             "that fits"
@@ -294,6 +355,19 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, mask: bool, widths
 def finite_lse(lse: torch.Tensor) -> torch.Tensor:
     """``lse`` with 0 in place of -inf: exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def rows_outermost(x_BHSD: torch.Tensor) -> torch.Tensor:
+    """The same values in contiguous ``[B, S, H, D]`` memory."""
+    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    bias = additive(mask, dtype)
+    # As with q, k and v: kernels do not look at the stride of the last dimension.
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _group_heads(x_BHSD: torch.Tensor, heads: int) -> torch.Tensor:
@@ -312,9 +386,10 @@ def block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one block of keys, none of its sizes zero; ``mask`` boolean or additive, KV heads may be fewer."""
     heads = q_BHSD.shape[1]
-    q, k, v = (kernel.cast(x) for x in (q_BHSD, k_BHKD, v_BHKD))
-    bias = None if mask is None else additive(mask, q.dtype)
+    q, k, v = (kernel.fit(x) for x in (q_BHSD, k_BHKD, v_BHKD))
+    bias = _bias(mask, q.dtype)
     out, lse = kernel.forward(q, _group_heads(k, heads), _group_heads(v, heads), bias, causal, scale)
+    out = out[..., : v_BHKD.shape[-1]]
     if bias is not None:
         # Kernels disagree on rows that see no key: CPU flash reports lse = 0, others NaN.
         dead = (bias == float("-inf")).all(-1)
@@ -337,11 +412,12 @@ def block_backward(
 ) -> Gradients:
     """Gradients of one block of keys, given ``out`` and ``lse`` over all keys (lse finite: see ``finite_lse``)."""
     heads, kv_heads = q_BHSD.shape[1], k_BHKD.shape[1]
-    grad, q, k, v, out = (kernel.cast(x) for x in (grad_BHSD, q_BHSD, k_BHKD, v_BHKD, out_BHSD))
-    bias = None if mask is None else additive(mask, q.dtype)
+    grad, q, k, v, out = (kernel.fit(x) for x in (grad_BHSD, q_BHSD, k_BHKD, v_BHKD, out_BHSD))
+    bias = _bias(mask, q.dtype)
     dq, dk, dv = kernel.backward(
-        grad, q, _group_heads(k, heads), _group_heads(v, heads), out, lse_BHS, bias, causal, scale
+        grad, q, _group_heads(k, heads), _group_heads(v, heads), out, lse_BHS.contiguous(), bias, causal, scale
     )
+    dq, dk, dv = dq[..., : q_BHSD.shape[-1]], dk[..., : k_BHKD.shape[-1]], dv[..., : v_BHKD.shape[-1]]
     if kv_heads != heads:
         dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv)

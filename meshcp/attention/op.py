@@ -20,7 +20,7 @@ from ..collectives import RingExchange
 from ..errors import AttentionError
 from ..mesh import RING, ULYSSES
 from ..placements import Interval, merge_intervals
-from .kernels import choose_kernel
+from .kernels import KernelCall, choose_kernel, rows_outermost
 from .masks import causal_relation
 from .ring import RingCall, accumulation_dtype, ring_backward, ring_forward
 
@@ -72,7 +72,7 @@ def _call(
         queries = merge_intervals([(0, q.shape[2])])
         blocks = [merge_intervals([(0, k.shape[2])])]
     mixed = causal and any(queries and rows and causal_relation(queries, rows) == "mixed" for rows in blocks)
-    chosen = choose_kernel(backend, q.device.type, q.dtype, mask is not None or mixed, v.shape[-1] != q.shape[-1])
+    chosen = choose_kernel(backend, KernelCall.of(q, v, mask is not None or mixed))
     if scale is None:
         scale = q.shape[-1] ** -0.5
     return RingCall(queries, tuple(blocks), causal, scale, chosen), exchange
@@ -94,12 +94,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     call, exchange = _call(q, k, v, mask, causal, scale, ring, q_rows, kv_rows, kv_counts, backend)
     gradients = ring_backward(grad, q, k, v, mask, out, lse, call, exchange)
-    return tuple(_as_rows(x) for x in gradients)  # type: ignore[return-value]
-
-
-def _as_rows(x_BHSD: torch.Tensor) -> torch.Tensor:
-    """The same values in ``[B, S, H, D]`` memory, the one stride order that the fake kernels promise."""
-    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
+    # The one stride order that the fake kernels promise.
+    return tuple(rows_outermost(x) for x in gradients)  # type: ignore[return-value]
 
 
 def _empty_rows(like_BHSD: torch.Tensor, width: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ is the other's gradient, also where several ranks hold the same KV head: going b
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -251,7 +252,9 @@ def _output(
 
 def _describe(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, list[list[int]], torch.Tensor]:
     like = tensors[0][0]
-    return like.shape[0], [[tensor.shape[-1] for tensor in bundle] for bundle in tensors], like
+    # Under torch.compile a batch may be symbolic; the wire is cut by plain integers.
+    widths = [[operator.index(tensor.shape[-1]) for tensor in bundle] for bundle in tensors]
+    return operator.index(like.shape[0]), widths, like
 
 
 def _rows_of(bundle: Sequence[torch.Tensor], batch: int, rows: int, column: _Columns) -> torch.Tensor:

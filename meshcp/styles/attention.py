@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,11 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _compat
 from ..attention.distributed import CallPlan, LocalKernel, check_rows, sdpa
-from ..attention.kernels import AUTOMATIC, choose_kernel
+from ..attention.kernels import AUTOMATIC, KernelCall, choose_kernel
 from ..errors import AttentionError, LayoutError, PlanError
 from ..placements import SequenceLayout, total
 from .base import MeshcpStyle, Runtime, Undo, forward_parameters, frozen_style, named
 from .hooks import wrap_forward
+
+# Training on data of every shape would otherwise keep one for each for ever.
+_PLANS_KEPT = 256
 
 
 @frozen_style()
@@ -158,14 +162,22 @@ class ContextParallelAttention(MeshcpStyle):
         if runtime.context.ring > 1 and self.kv != "replicated":
             backend = _compat.chosen_backend(_owner(module))
             if backend not in AUTOMATIC:
-                parameter = next(module.parameters(), torch.empty(0))
                 try:
-                    choose_kernel(backend, parameter.device.type, parameter.dtype, mask=False)
+                    # Where and in what it will compute may not be what the parameters say now: offloading, autocast,
+                    # FSDP2's mixed precision.
+                    choose_kernel(backend, KernelCall(runtime.context.mesh.device_type))
                 except AttentionError as error:
                     raise AttentionError(f"{named(path)}: {error}") from None
 
     def attach(self, module: nn.Module, path: str, runtime: Runtime) -> Undo:
-        return wrap_forward(module, AttentionSite(module, path, self, runtime).run)
+        undo = wrap_forward(module, AttentionSite(module, path, self, runtime).run)
+        give_back = _compat.own_attention_seam(_owner(module))
+
+        def detach() -> None:
+            undo()
+            give_back()
+
+        return detach
 
 
 def _check_native_only(style: ContextParallelAttention, backend: str, path: str) -> None:
@@ -190,6 +202,12 @@ class AttentionSite:
         self.calls = 0
         self.key_masks: dict[str, torch.Tensor] = {}
         self.mask: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """The module for messages."""
+        # Dynamo of torch 2.11 guards a graph by whatever has been read, whether it came to anything or not.
+        return named("" if torch.compiler.is_compiling() else self.path)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of the module, with its attention calls coming here."""
@@ -221,7 +239,7 @@ class AttentionSite:
             self.mask = None
         if self.calls == 0 and not self.style.may_skip:
             raise AttentionError(
-                f"{named(self.path)} ran without an attention call that meshcp can see: its processor "
+                f"{self.name} ran without an attention call that meshcp can see: its processor "
                 f"{type(owner).__name__} calls neither dispatch_attention_fn with its own backend nor "
                 "F.scaled_dot_product_attention. Set a processor that does, or cover the module with LocalAttention() "
                 "if it needs no communication"
@@ -270,7 +288,7 @@ class AttentionSite:
                 style = style.then
             elif isinstance(style, ContextParallelAttention):
                 raise AttentionError(
-                    f"{named(self.path)} makes attention call {self.calls + 1}, but the plan covers only "
+                    f"{self.name} makes attention call {self.calls + 1}, but the plan covers only "
                     f"{self.calls}; say what it is with {replace_then(self.style)}"
                 )
         self.calls += 1
@@ -279,7 +297,7 @@ class AttentionSite:
         assert style is not None
         if dropout_p:
             raise AttentionError(
-                f"{named(self.path)}: dropout_p={dropout_p}: dropout inside distributed attention would draw another "
+                f"{self.name}: dropout_p={dropout_p}: dropout inside distributed attention would draw another "
                 "mask than one process does; set the attention dropout to 0 (model.eval(), or the model's config)"
             )
         extra = 0
@@ -299,7 +317,7 @@ class AttentionSite:
 
     def _whole_keys(self, style: ContextParallelAttention, rows: int) -> int:
         """How many of the keys of a call are whole on every rank, in front of those of the sharded streams."""
-        runtime, who = self.runtime, f"the keys of attention in {named(self.path)}"
+        runtime, who = self.runtime, f"the keys of attention in {self.name}"
         assert not isinstance(style.kv, str)
         layout, here = runtime.lengths.layout(style.kv or style.streams, who), runtime.context
         extra = rows - total(layout.held(here.ring_rank, here.ulysses_rank))
@@ -321,9 +339,10 @@ class AttentionSite:
         return torch.cat([x_BHSD[:, :, start:stop], x_BHSD[:, :, whole:]], 2)
 
     def _plan(self, style: ContextParallelAttention, q: torch.Tensor, k: torch.Tensor, whole: int = 0) -> CallPlan:
-        runtime, who = self.runtime, f"attention in {named(self.path)}"
+        runtime, who = self.runtime, f"attention in {self.name}"
         known = runtime.lengths.known
-        heads, kv_heads, rows, kv_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        # Plain integers also under torch.compile, where sizes may be symbolic.
+        heads, kv_heads, rows, kv_rows = map(operator.index, (q.shape[1], k.shape[1], q.shape[2], k.shape[2]))
         streams = tuple(known.get(name, -1) for name in style.streams)
         kv = tuple(known.get(name, -1) for name in style.kv) if isinstance(style.kv, tuple) else style.kv
         key = (streams, kv, heads, kv_heads, rows, kv_rows, whole)
@@ -341,12 +360,14 @@ class AttentionSite:
             check_rows(kv_rows, kv_layout, runtime.context, f"the keys of {who}")
         plan = CallPlan(runtime.context, layout, kv_layout, heads, kv_heads)
         if not compiling:
+            if len(runtime.plans) >= _PLANS_KEPT:
+                runtime.plans.clear()
             runtime.plans[key] = plan
         return plan
 
     def _joined_key_mask(self, style: ContextParallelAttention, mask: torch.Tensor | None) -> torch.Tensor:
         """``[B, 1, 1, K]`` out of the masks of single streams; a stream without one is wholly visible."""
-        who, streams = named(self.path), style.kv or style.streams
+        who, streams = self.name, style.kv or style.streams
         assert not isinstance(streams, str), "check refuses key_masks with replicated keys"
         if mask is not None:
             raise AttentionError(
@@ -370,10 +391,10 @@ class AttentionSite:
 
     def _own_columns(self, style: ContextParallelAttention, mask: torch.Tensor) -> torch.Tensor:
         """The columns of this attention's keys, of a mask over the keys of ``mask_streams``."""
-        layout = self.runtime.lengths.layout(style.mask_streams, f"the mask of {named(self.path)}")
+        layout = self.runtime.lengths.layout(style.mask_streams, f"the mask of {self.name}")
         if mask.shape[-1] != layout.length:
             raise AttentionError(
-                f"the mask of {named(self.path)} has shape {tuple(mask.shape)}; needed: {layout.length} keys, those "
+                f"the mask of {self.name} has shape {tuple(mask.shape)}; needed: {layout.length} keys, those "
                 f"of the streams {style.mask_streams}"
             )
         columns = dict(zip(style.mask_streams, mask.split(list(layout.lengths), -1), strict=True))
@@ -381,7 +402,7 @@ class AttentionSite:
 
     def _all_valid(self, mask: torch.Tensor, stream: str) -> torch.Tensor:
         """``[B, rows]`` of ones: what a processor that cannot do without gets in the place of a key mask."""
-        lengths, context, who = self.runtime.lengths, self.runtime.context, f"the mask of {named(self.path)}"
+        lengths, context, who = self.runtime.lengths, self.runtime.context, f"the mask of {self.name}"
         # Those that attend sample by sample put the valid rows first in their output, which leaves rows where they are
         # only if the valid ones stand first. They count these on the host too: the check costs no synchronisation more.
         per_sample = self.style.per_sample and not torch.compiler.is_compiling()
