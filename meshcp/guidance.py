@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _compat
-from .agreement import digest
+from .agreement import digest, fingerprints
 from .collectives import all_gather
 from .errors import InputError, MeshError, PlanError
 from .layout import map_tensors
@@ -38,6 +37,7 @@ from .mesh import local_device
 from .models.registry import PLANS
 from .placements import StreamDim
 from .styles import ShardInputs
+from .styles.base import forward_parameters
 
 _MARK = "_meshcp_guidance"
 
@@ -69,7 +69,7 @@ class GuidanceHandle:
         self._rank = coordinate[names.index(axis)] if axis in names else 0
         self._group = mesh.get_group(axis) if self.degree > 1 else None
         self._device_type = mesh.device_type
-        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self._names = forward_parameters(model)
         self._whole, self._sequences = frozenset(whole), _sequence_dims(model)
         self._open: list[_Call] = []
         self._like: dict[Any, Any] = {}
@@ -203,12 +203,23 @@ class GuidanceHandle:
 
         for name, value in given.items():
             map_tensors(value, note, name)
+        assert self._group is not None
+        group = tuple(dist.get_process_group_ranks(self._group))
+        weights = {f"weight {name}": value for name, value in fingerprints(self.model, group).items()}
+        values.update(weights)
         if self._is_same(sum((index + 1) * (value % 2**40) for index, value in enumerate(values.values())) % 2**60):
             return
         everyone: list[dict[str, int]] = [{} for _ in range(self.degree)]
         dist.all_gather_object(everyone, values, group=self._group)
         names = {name for other in everyone for name in other}
         differing = sorted(name for name in names if len({other.get(name) for other in everyone}) > 1)
+        if not set(differing) - set(weights):
+            shown = ", ".join(differing[:4]) + (f" and {len(differing) - 4} more" if len(differing) > 4 else "")
+            raise InputError(
+                f"{shown} of {type(self.model).__name__} differ between ranks of {self.axis!r}. Load the same "
+                "checkpoint and the same adapters on every rank, or seed alike before the model is made"
+            )
+        differing = [name for name in differing if name not in weights]
         raise InputError(
             f"the inputs {', '.join(differing)} of {type(self.model).__name__} differ between ranks of {self.axis!r}. "
             "Every rank must be given the same tensors, those of both halves: seed the generator alike "

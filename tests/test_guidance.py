@@ -238,6 +238,10 @@ def refusals() -> list[str]:
     meshcp.parallelize_guidance(model, mesh)
     model(x, one)
     refused(model, x, torch.tensor(2.0))
+    model = Echo()
+    model.weight.data += mesh.get_local_rank()
+    meshcp.parallelize_guidance(model, mesh)
+    refused(model, x, one)
     lone = meshcp.parallelize_guidance(Echo(), init_device_mesh("cpu", (2,), mesh_dim_names=("ring",)))
     said.append(f"{lone.degree} {'_call_impl' in lone.model.__dict__}")
     return said
@@ -245,10 +249,11 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
     for said in pool.run(2, refusals):
-        twice, differ, grads, cache, shapes, absent = said
+        twice, differ, grads, cache, shapes, weights, absent = said
         assert twice.startswith("PlanError: the guidance of Echo is parallel already")
         assert differ.startswith("InputError: the inputs hidden_states of Echo differ between ranks of 'cfg'")
         assert grads.startswith("InputError: Echo is called with gradients enabled")
         assert cache.startswith("InputError: Echo has a cache")
         assert shapes.startswith("InputError: the outputs of Echo differ in shape between ranks of 'cfg'")
+        assert weights.startswith("InputError: weight weight of Echo differ between ranks of 'cfg'. Load the same")
         assert absent == "1 False"

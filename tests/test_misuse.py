@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import meshcp
+from meshcp.models.flux import FLUX
+from meshcp.styles.base import forward_parameters
 from tests.attention_cases import softmax_attention
 from tests.harness import Pool, assert_close_to
 from tests.model_cases import build, make_inputs
@@ -35,6 +40,57 @@ def refused_twice() -> list[str]:
 def test_who_calls_again_after_a_refusal_is_refused_again(pool: Pool) -> None:
     for messages in pool.run(2, refused_twice):
         assert all("hidden_states on ranks [1]" in message for message in messages), messages
+
+
+def disagreements() -> dict[str, str]:
+    """What each of four ranks, ring x tp, is told when rank 1 differs."""
+    odd, said = dist.get_rank() == 1, {}
+    inputs = make_inputs(flux.EVEN)
+
+    def told(case: str, model: Any, mesh: DeviceMesh, plan: meshcp.Plan | None = None, **given: Any) -> None:
+        meshcp.parallelize(model, mesh, plan)
+        try:
+            model(**{**inputs, **given})
+            said[case] = "accepted"
+        except meshcp.MeshcpError as error:
+            said[case] = f"{type(error).__name__}: {error}"
+
+    def tensor_parallel() -> tuple[Any, DeviceMesh]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tp"))
+        model = build(flux.EVEN)
+        with torch.no_grad():
+            model.x_embedder.bias[-1] += odd_bias
+        parallelize_module(model, mesh["tp"], meshcp.tp_plan(model, mesh))
+        return model, mesh
+
+    odd_bias = 0.0
+    told("nothing", *tensor_parallel())
+    told("inputs", *tensor_parallel(), pooled_projections=inputs["pooled_projections"] + odd)
+    model, mesh = tensor_parallel()
+    with torch.no_grad():
+        model.proj_out.bias.add_(odd)
+        model.single_transformer_blocks[0].proj_out.weight.to_local()[-1, -1] += odd
+    told("shard", model, mesh)
+    odd_bias = 1e-6 * odd
+    told("whole", *tensor_parallel())
+    names = ("ulysses", "ring") if odd else ("ring", "ulysses")
+    local = meshcp.Plan({**dict(FLUX.entries), "single_transformer_blocks.*.attn": meshcp.LocalAttention()})
+    for case, chosen, axes in (("plan", local if odd else FLUX, names[:: -1 if odd else 1]), ("mesh", FLUX, names)):
+        told(case, build(flux.EVEN), init_device_mesh("cpu", (2, 2), mesh_dim_names=axes), chosen)
+    return said
+
+
+def test_ranks_that_disagree_are_told_of_it_all(pool: Pool) -> None:
+    for said in pool.run(4, disagreements):
+        assert said["nothing"] == "accepted"
+        inputs = "InputError: the inputs differ between ranks of ring, ulysses and tp: pooled_projections on ranks [1] "
+        assert said["inputs"].startswith(inputs)
+        # Rank 3 holds the same shard as rank 1, which differs; both ranks of tp 0 hear of it.
+        assert "proj_out.bias on ranks [1]; single_transformer_blocks.0.proj_out.weight on ranks [3]" in said["shard"]
+        assert "x_embedder.bias on ranks [1] (compared with rank 0," in said["whole"]
+        assert said["plan"].startswith("PlanError: context-parallel ranks do not run the same: plan entry 'single_tr")
+        assert "rank 1 has (LocalAttention(),)" in said["plan"]
+        assert "mesh axes on ranks [1] (compared with rank 0; rank 0 has {'ring': 2, 'ulysses': 2}" in said["mesh"]
 
 
 def copied_and_called_by_forward() -> list[str]:
@@ -80,3 +136,14 @@ def replicated_keys_with_sharded_heads() -> list[torch.Tensor]:
 
 def test_replicated_keys_follow_heads_that_are_sharded(pool: Pool) -> None:
     pool.run(4, replicated_keys_with_sharded_heads)
+
+
+class Unusual(nn.Module):
+    """Its author calls the instance otherwise than everybody."""
+
+    def forward(this, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:  # noqa: N805
+        return x * scale
+
+
+def test_arguments_are_found_whatever_the_instance_is_called() -> None:
+    assert forward_parameters(Unusual()) == ["x", "scale"]
