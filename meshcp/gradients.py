@@ -39,7 +39,9 @@ _BUCKET = 64 << 20
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
+    """Ranks to reduce over."""
+
     name: str
     group: dist.ProcessGroup = field(compare=False)
     ranks: frozenset[int]
@@ -70,21 +72,33 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh, *, axes: Sequence[str]
     """
     wanted = _axes(mesh, (RING, ULYSSES) if axes is None else axes)
     managed = any(isinstance(module, FSDPModule) for module in model.modules())
-    groups: dict[tuple[tuple[_Axis, ...], torch.device], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[Axis, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         left = tuple(axis for axis in wanted if not _is_reduced(name, parameter, axis, managed))
         if left:
-            groups.setdefault((left, parameter.device), []).append((name, parameter))
-    with torch.no_grad():
-        for (left, device), parameters in groups.items():
-            present = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.int32, device=device)
-            _reduce(present, left)
-            somewhere = [item for item, ranks in zip(parameters, present.tolist(), strict=True) if ranks]
-            degree = math.prod(len(axis.ranks) for axis in left)
-            for bucket in _buckets(somewhere):
-                _reduce_bucket(bucket, left, 1 / degree)
+            groups.setdefault(left, []).append((name, parameter))
+    for left, parameters in groups.items():
+        average(parameters, left)
+
+
+def average(parameters: Sequence[tuple[str, nn.Parameter]], axes: tuple[Axis, ...]) -> None:
+    """Replace the gradients of named parameters by their means over ``axes``."""
+    _reduce_gradients(parameters, axes, 1 / math.prod(len(axis.ranks) for axis in axes))
+
+
+@torch.no_grad()
+def _reduce_gradients(parameters: Sequence[tuple[str, nn.Parameter]], axes: tuple[Axis, ...], factor: float) -> None:
+    """Their sums over ``axes`` times ``factor``. A missing one counts as zero, unless it is missing everywhere."""
+    by_device: dict[torch.device, list[tuple[str, nn.Parameter]]] = {}
+    for item in parameters:
+        by_device.setdefault(item[1].device, []).append(item)
+    for device, items in by_device.items():
+        present = torch.tensor([p.grad is not None for _, p in items], dtype=torch.int32, device=device)
+        _reduce(present, axes)
+        for bucket in _buckets([item for item, ranks in zip(items, present.tolist(), strict=True) if ranks]):
+            _reduce_bucket(bucket, axes, factor)
 
 
 def sum_over_tp(model: nn.Module, mesh: DeviceMesh, *parameters: str, axis: str = "tp") -> None:
@@ -107,7 +121,7 @@ def sum_over_tp(model: nn.Module, mesh: DeviceMesh, *parameters: str, axis: str 
             summed already.
     """
     wanted = _axes(mesh, (axis,))
-    found: dict[torch.device, list[tuple[str, nn.Parameter]]] = {}
+    found: list[tuple[str, nn.Parameter]] = []
     unmatched = set(parameters)
     done = {clean_path(path) for path, module in model.named_modules() if sums_by_itself(module)}
     for name, parameter in model.named_parameters():
@@ -126,20 +140,14 @@ def sum_over_tp(model: nn.Module, mesh: DeviceMesh, *parameters: str, axis: str 
                 f"{path} is sharded over {axis!r} ({parameter.placements}); only a replicated parameter, of which "
                 "every rank computes a part of the gradient, is summed. Leave it out"
             )
-        found.setdefault(parameter.device, []).append((name, parameter))
+        found.append((name, parameter))
     if unmatched:
         raise LayoutError(
             f"{sorted(unmatched)} match no parameter of {type(model).__name__}; needed: names as named_parameters() "
             'gives them, such as "*.norm_q.weight"'
         )
-    if not wanted:
-        return
-    with torch.no_grad():
-        for device, items in found.items():
-            present = torch.tensor([p.grad is not None for _, p in items], dtype=torch.int32, device=device)
-            _reduce(present, wanted)
-            for bucket in _buckets([item for item, ranks in zip(items, present.tolist(), strict=True) if ranks]):
-                _reduce_bucket(bucket, wanted, 1.0)
+    if wanted:
+        _reduce_gradients(found, wanted, 1.0)
 
 
 def local_mean(
@@ -188,7 +196,7 @@ def local_mean(
 
 class _WeighedMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, weights: torch.Tensor | None, axes: tuple[_Axis, ...]) -> torch.Tensor:
+    def forward(ctx: Any, loss: torch.Tensor, weights: torch.Tensor | None, axes: tuple[Axis, ...]) -> torch.Tensor:
         exact = torch.float32 if loss.device.type == "mps" else torch.float64
         wide = loss.to(exact)
         if weights is None:
@@ -353,7 +361,7 @@ def fsdp_mesh(mesh: DeviceMesh, *, shard: Sequence[str] | None = None, replicate
     return _compat.join_meshes(_compat.flatten_axes(mesh, [name for name in names if name in replicate]), inner)
 
 
-def _axes(mesh: DeviceMesh, names: Sequence[str]) -> tuple[_Axis, ...]:
+def _axes(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Axis, ...]:
     """The axes of degree above 1 among ``names``, in the order of the mesh."""
     known = mesh.mesh_dim_names or ()
     unknown = [name for name in names if name not in known and name not in (RING, ULYSSES)]
@@ -363,11 +371,11 @@ def _axes(mesh: DeviceMesh, names: Sequence[str]) -> tuple[_Axis, ...]:
     for position, name in enumerate(known):
         if name in names and mesh.size(position) > 1:
             group = mesh.get_group(name)
-            found.append(_Axis(name, group, frozenset(dist.get_process_group_ranks(group))))
+            found.append(Axis(name, group, frozenset(dist.get_process_group_ranks(group))))
     return tuple(found)
 
 
-def _is_reduced(name: str, parameter: torch.Tensor, axis: _Axis, managed: bool) -> bool:
+def _is_reduced(name: str, parameter: torch.Tensor, axis: Axis, managed: bool) -> bool:
     """Whether the gradient is the same, or another shard, along the axis because the parameter's mesh contains it."""
     if not isinstance(parameter, DTensor):
         return False
@@ -405,7 +413,7 @@ def _sharded_over(tensor: torch.Tensor, what: str) -> list[dist.ProcessGroup]:
     ]
 
 
-def _reduce(x: torch.Tensor, axes: Iterable[_Axis]) -> None:
+def _reduce(x: torch.Tensor, axes: Iterable[Axis]) -> None:
     for axis in axes:
         dist.all_reduce(x, group=axis.group)
 
@@ -428,7 +436,7 @@ def _buckets(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[
         yield bucket
 
 
-def _reduce_bucket(bucket: list[tuple[str, nn.Parameter]], axes: tuple[_Axis, ...], factor: float) -> None:
+def _reduce_bucket(bucket: list[tuple[str, nn.Parameter]], axes: tuple[Axis, ...], factor: float) -> None:
     parts = []
     for name, parameter in bucket:
         if parameter.grad is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _compat
 from .agreement import check_agreement, check_outputs
 from .attachments import Attachment, Caches, attach_all
+from .data_parallel import ShardsBesideDDP
 from .errors import PlanError
 from .layout import map_tensors
 from .mesh import ContextMesh, context_mesh
@@ -31,6 +31,7 @@ from .styles import (
     UncoveredCalls,
     Undo,
 )
+from .styles.base import forward_parameters
 
 _MARK = "_meshcp"
 
@@ -116,8 +117,8 @@ def parallelize(
         model: a transformer, such as ``pipe.transformer``.
         mesh: any mesh with an axis named ``ring``, ``ulysses`` or both, beside any others.
         plan: what to do with which module; found by the class of the model if None.
-        check_inputs: compare the inputs and outputs between ranks in the first forward pass, and refuse attention
-            that happens outside of the plan's modules.
+        check_inputs: compare inputs, weights, plan and outputs between ranks in the first forward pass, and refuse
+            attention that happens outside of the plan's modules.
         gather: False leaves the outputs sharded (in the place of the plan's ``GatherOutputs``), for a loss that
             is computed on each rank's part: see :func:`meshcp.local_mean`.
 
@@ -233,12 +234,24 @@ def _check_coverage(model: nn.Module, plan: Plan, matches: list[tuple[str, nn.Mo
         )
 
 
+def _facts(handle: Handle, gather: bool) -> dict[str, str]:
+    """What must be alike on every rank beside tensors, in words."""
+    return {
+        "model": type(handle.model).__name__,
+        "gather": str(gather),
+        "gradients enabled": str(torch.is_grad_enabled()),
+        **{f"plan entry {path!r}": repr(styles) for path, styles in handle.plan.entries},
+    }
+
+
 def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: bool) -> None:
     """What happens around the whole forward: fresh lengths, and the checks of the first one."""
     runtime, name = handle._runtime, type(model).__name__
-    names = [parameter for parameter in inspect.signature(type(model).forward).parameters if parameter != "self"]
+    names = forward_parameters(model)
     first = check_inputs
     watching: list[contextlib.ExitStack] = []
+    shards = ShardsBesideDDP(model)
+    handle._undo.append(shards.undo)
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime.running = True
@@ -251,11 +264,13 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
             handle._caches.check()
         while watching:
             watching.pop().close()
+        shards.begin()
         if first:
-            check_agreement(runtime.context, {**dict(zip(names, args, strict=False)), **kwargs})
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            check_agreement(runtime.context, model, given, _facts(handle, gather))
             watch = contextlib.ExitStack()
-            if not _compat.has_compiled_parts(model):
-                # A compiled block would be guarded by the mode, and compiled anew for the second forward without it.
+            if not _compat.runs_compiled(model):
+                # A graph would be guarded by the mode, and compiled anew for the second forward without it.
                 watch.enter_context(UncoveredCalls(runtime, name))
             watching.append(watch)
 
@@ -266,10 +281,16 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
         if torch.is_grad_enabled() and output is not None and not torch.compiler.is_compiling():
             # With activation checkpointing the backward pass runs attention again, perhaps after another forward pass
             # with other lengths. It comes through the outputs first.
-            resume = runtime.lengths.resume_later()
+            resume, average = runtime.lengths.resume_later(), shards.averager()
+
+            def reached(_: torch.Tensor) -> None:
+                resume()
+                if average is not None:
+                    average()
+
             map_tensors(
                 dict(output) if isinstance(output, dict) else output,
-                lambda x, _: x.register_hook(lambda grad: resume()) if x.requires_grad else None,
+                lambda x, _: x.register_hook(reached) if x.requires_grad else None,
                 "output",
             )
         if watching and not torch.compiler.is_compiling():
@@ -281,5 +302,5 @@ def _attach_model(model: nn.Module, handle: Handle, check_inputs: bool, gather: 
                 # Not before: whoever catches a refusal and calls again must be refused again.
                 first = False
 
-    handle._undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-    handle._undo.append(model.register_forward_hook(end, always_call=True).remove)
+    handle._undo.append(model.register_forward_pre_hook(_compat.left_to_python(begin), with_kwargs=True).remove)
+    handle._undo.append(model.register_forward_hook(_compat.left_to_python(end), always_call=True).remove)

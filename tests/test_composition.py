@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -120,6 +121,7 @@ CASES: dict[int, list[Case]] = {
         Case(FLUX, (("ulysses", 2), ("dp", 2)), reducer=""),
         Case(FLUX, (("ring", 2), ("tp", 2))),
         Case(FLUX, (("tp", 2), ("ulysses", 2)), reducer=""),
+        Case(FLUX, (("ulysses", 2), ("tp", 2)), reducer="ddp"),
         Case(QWEN, (("ulysses", 2), ("tp", 2))),
         Case(WAN, (("tp", 2), ("ring", 2))),
         Case(SD3, (("ring", 1), ("fsdp", 2), ("tp", 2))),
@@ -197,7 +199,7 @@ def compose(case: Case, mesh: DeviceMesh) -> nn.Module:
     if case.parallelize_last:
         meshcp.parallelize(model, mesh)
     if case.reducer == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, process_group=meshcp.fsdp_mesh(mesh).get_group())
     return model
 
 
@@ -287,6 +289,11 @@ def orders() -> dict[str, str]:
     model = model_cases.build(FLUX)
     said["plan after ddp"] = _refused(meshcp.tp_plan, DistributedDataParallel(model), mesh)
     said["parallelize after ddp"] = _refused(meshcp.parallelize, DistributedDataParallel(model), mesh)
+    model = model_cases.build(FLUX)
+    parallelize_module(model, tp, before)
+    meshcp.parallelize(model, mesh)
+    said["ddp over tp"] = _refused(DistributedDataParallel(model), **sample(FLUX, 0))
+    said["ddp with a mesh"] = _refused(DistributedDataParallel, model, device_mesh=mesh["ring"])
     model = model_cases.build(dataclasses.replace(FLUX, config={**TINY, "num_attention_heads": 1}))
     said["too few heads"] = _refused(parallelize_module, model, tp, meshcp.tp_plan(model, mesh))
     model = model_cases.build(QWEN)
@@ -304,6 +311,8 @@ def test_a_wrong_order_is_refused_with_the_right_one(pool: Pool) -> None:
                      "plan after ddp"):  # fmt: skip
             assert "the order is 1. parallelize_module" in said[case], (case, said[case])
         assert "parallelize it first, then wrap it" in said["parallelize after ddp"]
+        assert "averages over ranks [0, 1], but" in said["ddp over tp"]
+        assert "give DDP the group: DistributedDataParallel(model, process_group=" in said["ddp with a mesh"]
         assert "apply the plan once" in said["twice"]
         assert "it is for attention modules" in said["an adapter"]
         assert "has 1 heads, fewer than the tp degree 2" in said["too few heads"]
@@ -311,6 +320,40 @@ def test_a_wrong_order_is_refused_with_the_right_one(pool: Pool) -> None:
         assert "no tensor parallel plan for Linear" in said["no plan"]
         assert "needed: its tp axis" in said["mesh"]
         assert said["absent"] == "{}"
+
+
+def ddp_beside_tp() -> list[str]:
+    """Three micro-batches, two of them under ``no_sync``, frozen parameters, shards that differ before DDP is made."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "ring", "tp"))
+    place, count = data_place(mesh)
+
+    def freeze(model: nn.Module) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("to_q" in name or "ff" in name)
+        return model
+
+    single = freeze(model_cases.build(FLUX))
+    for index in range(3 * count):
+        (model_cases._loss(model_cases.tensors_of(single(**sample(FLUX, index)))) / 3 / count).backward()
+    expected = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+    model = model_cases.build(FLUX)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(place)
+    parallelize_module(freeze(model), mesh["tp"], meshcp.tp_plan(model, mesh))
+    handle = meshcp.parallelize(model, mesh)
+    ddp = DistributedDataParallel(model, process_group=meshcp.fsdp_mesh(mesh).get_group())
+    for micro in range(3):
+        with ddp.no_sync() if micro < 2 else contextlib.nullcontext():
+            (model_cases._loss(model_cases.tensors_of(ddp(**sample(FLUX, 3 * place + micro)))) / 3).backward()
+    handle.remove()
+    difference, name = worst(gradients(ddp), expected)
+    return [f"{name}: {difference}"] if not difference < TOLERANCE else []
+
+
+def test_ddp_beside_tp_accumulates_and_synchronises(pool: Pool) -> None:
+    for wrong in pool.run(4, ddp_beside_tp):
+        assert not wrong
 
 
 def optimizer_step(fsdp: bool) -> tuple[float, str, dict[str, str]]:
