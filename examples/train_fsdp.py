@@ -15,6 +15,9 @@ import math
 import os
 import shutil
 import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +64,69 @@ def processes(kind: str, timeout: float) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+class Watchdog:
+    """Ends the process if no step ends in time, whatever it waits for, and says which ranks do not answer.
+
+    Each of the many process groups has a time-out of its own, and tells nothing of ranks outside of it.
+    """
+
+    def __init__(self, timeout: float, listen: float = 3) -> None:
+        self.listen = listen  # so many seconds for sign of life
+        self.timeout, self.main, self.stopped = timeout, threading.get_ident(), threading.Event()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A connection of its own to the store that torchrun keeps, which outlives any rank.
+        self.store = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        self.feed()
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def feed(self) -> None:
+        """There is progress."""
+        self.deadline = time.monotonic() + self.timeout
+        # Should Python itself be stuck.
+        faulthandler.dump_traceback_later(self.timeout + 30, exit=True)
+
+    def stop(self) -> None:
+        self.stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def watch(self) -> None:
+        while not self.stopped.wait(0.5):
+            self.count(self.rank, 1)
+            if time.monotonic() > self.deadline:
+                self.give_up()
+
+    def count(self, rank: int, more: int = 0) -> int:
+        """How often a rank has shown that it lives."""
+        return self.store.add(f"alive/{self.attempt}/{rank}", more) if self.store is not None else 0
+
+    def give_up(self) -> None:
+        try:
+            stack = traceback.extract_stack(sys._current_frames()[self.main])
+            places = [frame for frame in stack if "distributed" in frame.filename or "collectives" in frame.filename]
+            at = (places or stack)[-1]
+            before = [self.count(rank) for rank in range(self.world)]
+            self.live()
+            silent = [rank for rank in range(self.world) if self.count(rank) == before[rank]]
+            print(
+                f"rank {self.rank}: no step in {self.timeout:g} s. It waits in {at.name} ({at.filename}:{at.lineno}). "
+                f"Ranks that do not answer: {silent if self.store is not None else 'unknown'}",
+                file=sys.stderr,
+            )
+            faulthandler.dump_traceback(all_threads=True)
+            self.live()  # for those that listen a moment later
+        finally:
+            os._exit(1)
+
+    def live(self) -> None:
+        for _ in range(10):
+            self.count(self.rank, 1)
+            time.sleep(self.listen / 10)
 
 
 def default_degrees(world: int, fsdp: int | None, ring: int | None, ulysses: int | None) -> dict[str, int]:
@@ -214,8 +280,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> Training:
     degrees = default_degrees(dist.get_world_size(), arguments.fsdp, arguments.ring, arguments.ulysses)
     mesh = meshcp.init_mesh(**degrees, device_type=device.type)
     first = dist.get_rank() == 0
-    # Whatever a rank waits for, in whichever group: if no step ends in time, it prints where it stands, and exits.
-    faulthandler.dump_traceback_later(arguments.timeout, exit=True)
+    watchdog = Watchdog(arguments.timeout)
     training = Training(arguments, mesh, device)
     resumed = training.resume()
     if first:
@@ -230,13 +295,13 @@ def train(arguments: argparse.Namespace, device: torch.device) -> Training:
     with Progress(*columns, disable=not first) as progress:
         bar = progress.add_task("training", total=arguments.steps, completed=len(training.losses))
         while len(training.losses) < arguments.steps:
-            faulthandler.dump_traceback_later(arguments.timeout, exit=True)
+            watchdog.feed()
             training.step()
             done = len(training.losses)
             progress.update(bar, advance=1, description=f"training, loss {training.losses[-1]:.4f}")
             if done % arguments.checkpoint_every == 0 or done == arguments.steps:
                 training.save()
-    faulthandler.cancel_dump_traceback_later()
+    watchdog.stop()
     return training
 
 
@@ -292,7 +357,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    with processes(arguments.device, arguments.timeout) as device:
+    # More than the watchdog's, which says more.
+    with processes(arguments.device, arguments.timeout + 30) as device:
         save_results(train(arguments, device))
 
 

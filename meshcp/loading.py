@@ -102,8 +102,12 @@ def load_sharded(
     directory = Path(path, subfolder or "")
     device = _default_device(mesh) if device is None else torch.device(device)
     checkpoint = _Checkpoint.open(directory, variant)
+    try:
+        config = model_class.load_config(os.fspath(directory))  # type: ignore[attr-defined]
+    except OSError as error:
+        raise CheckpointError(f"{directory / _CONFIG} cannot be read: {error} Download it again") from error
     with _parameters_on_meta(), _default_dtype(dtype):
-        model: Any = model_class.from_config(model_class.load_config(os.fspath(directory)))  # type: ignore[attr-defined]
+        model: Any = model_class.from_config(config)  # type: ignore[attr-defined]
     dtypes = _check(model, model_class, checkpoint, dtype)
     # fully_shard notes the dtype of a parameter when it cuts it.
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -423,16 +427,22 @@ def save_sharded(
     writes = not dist.is_initialized() or dist.get_rank(group) == 0
     writer = _Writer(directory, f".{secrets.token_hex(4)}.tmp") if writes else None
     problem: str | None = None
-    for file, entries in files.items():
-        if writer is not None and problem is None:
-            problem = _attempt(writer.begin, file, entries)
-        for entry in entries:
-            tensor = state[entry.name].detach()
-            # The writer takes part to the end even if it cannot write: the others wait for it.
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    try:
+        for file, entries in files.items():
             if writer is not None and problem is None:
-                problem = _attempt(writer.append, whole, entry.dtype)
-            del tensor, whole
+                problem = _attempt(writer.begin, file, entries)
+            for entry in entries:
+                tensor = state[entry.name].detach()
+                # The writer takes part to the end even if it cannot write: the others wait for it.
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if writer is not None and problem is None:
+                    problem = _attempt(writer.append, whole, entry.dtype)
+                del tensor, whole
+    except BaseException:
+        # Another rank is gone.
+        if writer is not None:
+            writer.discard()
+        raise
     if writer is not None:
         if problem is None:
             problem = _attempt(writer.finish, model, files, variant)
@@ -555,8 +565,11 @@ class _Writer:
         # Without its index an older checkpoint is none: a crash between the renames leaves one that is refused, never
         # a mixture of old and new. The new index comes last.
         pattern = re.compile(rf"{re.escape(_WEIGHTS + dotted)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        # What a save left that was killed.
+        partial = re.compile(rf"({re.escape(_WEIGHTS)}.*|{re.escape(_CONFIG)})\.[0-9a-f]{{8}}\.tmp")
         for old in sorted(self.directory.iterdir()):
-            if old.name == index or (pattern.fullmatch(old.name) and old.name not in files):
+            left_over = partial.fullmatch(old.name) and not old.name.endswith(self.suffix)
+            if left_over or old.name == index or (pattern.fullmatch(old.name) and old.name not in files):
                 old.unlink()
         order = sorted(self.written, key=lambda name: (name == index, name != _CONFIG))
         for name in order:

@@ -348,6 +348,10 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, saved: Path) -> None
     with pytest.raises(meshcp.CheckpointError, match=r"has no config\.json"):
         meshcp.load_sharded(Odd, tmp_path)
     save_odd(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(meshcp.CheckpointError, match=r"config\.json cannot be read: .* Download it again"):
+        meshcp.load_sharded(Odd, tmp_path)
+    save_odd(tmp_path)
     with pytest.raises(
         meshcp.CheckpointError, match=r"model\.fp16\.safetensors.*found diffusion_pytorch_model\.safetensors"
     ):
@@ -531,7 +535,8 @@ def test_what_is_saved_loads_with_from_pretrained(
     kept = {name: value for name, value in found.config.items() if name != "_name_or_path"}
     assert kept == {name: value for name, value in expected.config.items() if name != "_name_or_path"}
     assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == "FluxTransformer2DModel"
-    # A second save over the first, in one file, leaves nothing of it.
+    # A second save over the first, in one file, leaves nothing of it, nor of one that was killed.
+    (tmp_path / "diffusion_pytorch_model-00001-of-00004.safetensors.0123abcd.tmp").touch()
     pool.run(
         4, save_from, str(saved / "single"), str(tmp_path), axes, by_hand, FluxTransformer2DModel, dtype=torch.float16
     )
@@ -553,8 +558,17 @@ def test_odd_models_are_saved_whole(pool: Pool, tmp_path: Path, axes: Axes) -> N
 
 
 def fail_to_save(path: str, target: str) -> str:
+    """Nothing can be written; and before, what the writer is told when another rank is gone."""
     model = meshcp.load_sharded(FluxTransformer2DModel, path, make_mesh((("fsdp", 2),)))
-    append, count = loading._Writer.append, 0
+    append, count, full_tensor = loading._Writer.append, 0, DTensor.full_tensor
+
+    def gone(self: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    DTensor.full_tensor = gone  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        meshcp.save_sharded(model, target)
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
     def fail(self: Any, *args: Any) -> None:
         nonlocal count

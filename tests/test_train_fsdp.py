@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -184,6 +188,34 @@ def test_bf16_with_fp32_master_weights_learns_alike(pool: Pool, tmp_path: Path) 
     half = pool.run(4, run_steps, options("", tmp_path / "bf16", (2, 1, 2)), 8, timeout=110)[0]
     assert half["losses"] != full["losses"]
     assert furthest(half["losses"], full["losses"]) < 0.05
+
+
+def watched(port: int) -> str:
+    """What the watchdog says on ranks 0 and 1, which wait for rank 2, which does not show that it lives."""
+    if dist.get_rank() == 2:
+        time.sleep(4)
+        dist.barrier()
+        return ""
+    ended = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "_exit", lambda code: ended.set())
+        for name in ("dump_traceback", "dump_traceback_later", "cancel_dump_traceback_later"):
+            patch.setattr(faulthandler, name, lambda *args, **kwargs: None)
+        for name, value in (("TORCHELASTIC_RUN_ID", ""), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+            patch.setenv(name, value)
+        patch.setattr(sys, "stderr", io.StringIO())
+        watchdog = train_fsdp.Watchdog(1, listen=1)
+        dist.barrier()
+        watchdog.stop()
+        assert ended.wait(20)
+        return str(sys.stderr.getvalue())
+
+
+def test_the_watchdog_names_the_rank_and_the_collective(pool: Pool) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for rank, said in enumerate(pool.run(3, watched, store.port)[:2]):
+        assert said.startswith(f"rank {rank}: no step in 1 s. It waits in barrier (")
+        assert "Ranks that do not answer: [2]" in said
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

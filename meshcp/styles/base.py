@@ -27,12 +27,16 @@ class Runtime:
     """What the styles of one parallel model share while it runs: the mesh, the stream lengths, the attention sites."""
 
     def __init__(self, context: ContextMesh) -> None:
-        self.context = context
+        self._context = context
         self.lengths = StreamLengths(context)
         self.backend = _compat.register_attention_backend()
         self.running = False
         self.inside = 0
         self.plans: dict[tuple[Any, ...], CallPlan] = {}
+
+    @property
+    def context(self) -> ContextMesh:
+        return self._context.constant()
 
     @property
     def idle(self) -> bool:
@@ -95,7 +99,8 @@ def forward_parameters(module: nn.Module) -> list[str]:
     while isinstance(module.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
         module = module.base_layer  # type: ignore[assignment]
     signature = inspect.signature(type(module).forward)
-    return [name for name in signature.parameters if name != "self"]
+    # Whatever its author calls the instance.
+    return list(signature.parameters)[1:]
 
 
 def takes_any(module: nn.Module) -> bool:
