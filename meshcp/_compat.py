@@ -163,9 +163,14 @@ def separate_compile_caches(*groups: str) -> None:
 def runs_compiled(model: torch.nn.Module) -> bool:
     """Whether what runs now is compiled: the call of ``model`` (``torch.compile(model)``), or those of modules in it
     (``module.compile()``, ``compile_repeated_blocks``)."""
+    return runs_in_compiled_module() or any(is_compiled(module) for module in model.modules())
+
+
+def runs_in_compiled_module() -> bool:
+    """Whether what runs now was called by what ``torch.compile(module)`` returned."""
     from torch._dynamo.eval_frame import _is_in_optimized_module
 
-    return _is_in_optimized_module() or any(is_compiled(module) for module in model.modules())
+    return _is_in_optimized_module()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -482,18 +487,39 @@ def wrap_call(
     """Let every call of ``module``, hooks and all, be ``run(call, args, kwargs)``; returns how to undo that.
 
     ``nn.Module.__call__`` asks the instance for ``_call_impl``, or for what ``module.compile()`` put in its place.
+    Called afterwards, that compiles what lies beneath ``run``.
     """
-    name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
-    own, original = module.__dict__.get(name), getattr(module, name)
+    return _WrappedCall(module, run)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(original, args, kwargs)
 
-    def undo() -> None:
-        if own is None:
-            module.__dict__.pop(name, None)
+class _WrappedCall:
+    def __init__(self, module: torch.nn.Module, run: Callable[..., Any]) -> None:
+        self.module, self.run = module, run
+        self._wrap()
+        module.__dict__["compile"] = self._compile
+
+    def __call__(self) -> None:
+        self._unwrap()
+        self.module.__dict__.pop("compile", None)
+
+    def _wrap(self) -> None:
+        self.name = "_compiled_call_impl" if is_compiled(self.module) else "_call_impl"
+        self.own, original = self.module.__dict__.get(self.name), getattr(self.module, self.name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.run(original, args, kwargs)
+
+        self.module.__dict__[self.name] = left_to_python(call)
+
+    def _unwrap(self) -> None:
+        if self.own is None:
+            self.module.__dict__.pop(self.name, None)
         else:
-            module.__dict__[name] = own
+            self.module.__dict__[self.name] = self.own
 
-    module.__dict__[name] = call
-    return undo
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        self._unwrap()
+        try:
+            type(self.module).compile(self.module, *args, **kwargs)
+        finally:
+            self._wrap()

@@ -99,6 +99,12 @@ class GuidanceHandle:
                 f"{name} is called with gradients enabled, and its guidance is parallel over {self.axis!r}, which is "
                 "for inference. Call it under torch.no_grad(), as pipelines do, or call handle.remove() to train"
             )
+        if _compat.runs_in_compiled_module():
+            raise InputError(
+                f"{name} is called by what torch.compile(model) returned, and its guidance is parallel over "
+                f"{self.axis!r}: calls of the model come together outside of any graph. Compile the model itself, with "
+                "model.compile() or model.compile_repeated_blocks()"
+            )
         args, kwargs = _filled(args), _filled(kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not self._agreed:
@@ -267,7 +273,8 @@ def parallelize_guidance(
     Raises:
         PlanError: something that is not a plain model, or one whose guidance is parallel already.
         MeshError: a mesh without axis names, or without this rank.
-        InputError: in a call: with gradients, with a cache, or with inputs or output shapes that differ between ranks.
+        InputError: in a call: with gradients, with a cache, through ``torch.compile(model)``, or with inputs or output
+            shapes that differ between ranks.
     """
     given: object = model
     if not isinstance(given, nn.Module):

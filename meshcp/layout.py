@@ -31,10 +31,14 @@ class StreamLengths:
     """The global length of every stream of the forward pass that runs now, and sharding and gathering by it."""
 
     def __init__(self, context: ContextMesh) -> None:
-        self.context = context
+        self._context = context
         self.known: dict[str, int] = {}
         self._told_by: dict[str, str] = {}
         self._shards: dict[tuple[int, StreamDim], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def context(self) -> ContextMesh:
+        return self._context.constant()
 
     def begin(self) -> None:
         """Forget the lengths of the forward pass before."""

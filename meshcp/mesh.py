@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +94,14 @@ class ContextMesh:
     def axes(self) -> tuple[tuple[int, str], ...]:
         """(degree, group) of ring and ulysses, outer first."""
         return (self.ring, self.ring_group), (self.ulysses, self.ulysses_group)
+
+    def constant(self) -> ContextMesh:
+        """The same; within a graph, plain integers, where those of an object may be symbolic (``dynamic=True``)."""
+        if not torch.compiler.is_compiling():
+            return self
+        degrees = operator.index(self.ring), operator.index(self.ulysses)
+        ranks = operator.index(self.ring_rank), operator.index(self.ulysses_rank)
+        return ContextMesh(*degrees, *ranks, self.ring_group, self.ulysses_group, self.mesh)
 
 
 def context_mesh(mesh: DeviceMesh) -> ContextMesh:

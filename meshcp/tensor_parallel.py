@@ -24,8 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from . import _compat
 from .collectives import all_reduce, all_to_all
 from .errors import PlanError
+from .layout import map_tensors
 from .placements import Interval, shard_interval, total
 
 ORDER = (
@@ -490,6 +492,17 @@ class ShardParallelBlock(_Style):
         self.heads._apply(attention, mesh)
         _cut_columns(column, mesh, tp, hidden, enter=True)
         _cut_rows(row, mesh, tp, _joined([(inner, _head_cut(inner, heads, tp.degree)), (column.out_features, hidden)]))
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if not (torch.compiler.is_compiling() and _compat.is_compiled(module)):
+                return output
+            # Text and image are returned as views of one tensor, and AOTAutograd refuses a graph with DTensor inputs
+            # whose outputs share memory.
+            return map_tensors(output, lambda x, _: x.clone(), "output")
+
+        _replace_forward(module, forward)
 
 
 __all__ = ["ORDER", "ShardHeads", "ShardHidden", "ShardParallelBlock", "head_interval", "sums_by_itself"]

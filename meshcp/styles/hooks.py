@@ -62,7 +62,7 @@ def before_forward(module: nn.Module, path: str, runtime: Runtime, hook: Callabl
     def guarded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if runtime.idle else hook(module, args, kwargs)
 
-    return module.register_forward_pre_hook(guarded, with_kwargs=True).remove
+    return module.register_forward_pre_hook(_compat.left_to_python(guarded), with_kwargs=True).remove
 
 
 def after_forward(module: nn.Module, path: str, runtime: Runtime, hook: Callable[..., Any]) -> Undo:
@@ -79,7 +79,7 @@ def after_forward(module: nn.Module, path: str, runtime: Runtime, hook: Callable
     def guarded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return None if runtime.idle else hook(module, args, output)
 
-    return module.register_forward_hook(guarded).remove
+    return module.register_forward_hook(_compat.left_to_python(guarded)).remove
 
 
 class _WrappedForward:

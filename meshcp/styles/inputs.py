@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _compat
 from ..errors import InputError, PlanError
 from ..layout import StreamLengths
 from ..placements import StreamCount, StreamDim, StreamGrid, StreamParts
@@ -75,6 +76,10 @@ class ShardInputs(MeshcpStyle):
         declared = [(name, where) for name, where in order if name in names]
         lengths = runtime.lengths
 
+        def cut(x: torch.Tensor, where: StreamDim, who: str) -> torch.Tensor:
+            x = lengths.shard(x, where, who)
+            return _packed(x) if not torch.compiler.is_compiling() and _compat.is_compiled(module) else x
+
         def shard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             given = Arguments(names, args, kwargs)
             for name, where in declared:
@@ -98,10 +103,17 @@ class ShardInputs(MeshcpStyle):
                 elif isinstance(where, StreamGrid):
                     lengths.tell(where.stream, grid_size(value, where, who), who)
                 else:
-                    given.set(name, map_declared(value, where, who, lengths.shard))
+                    given.set(name, map_declared(value, where, who, cut))
             return given.call
 
         return before_forward(module, path, runtime, shard)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """The same values without gaps in memory. A block that compiles its own calls is guarded by the strides of its
+    inputs, and the others, which are given what a block returns, could not share its graph."""
+    is_packed = x.stride() == torch.empty(x.shape, device="meta").stride()
+    return x if is_packed else x.clone(memory_format=torch.contiguous_format)
 
 
 def grid_size(value: Any, where: StreamGrid, who: str) -> int:
