@@ -63,11 +63,13 @@ def compiled(rows: list[Row], mesh: Mesh, backend: str, regional: bool = False) 
     return {"differences": differences, "compiles": compiles}
 
 
-def compiled_with_cache(rows: list[Row], mesh: Mesh, directory: str) -> dict[str, Any]:
-    """:func:`compiled` with inductor and a cache directory that the ranks share."""
+def compiled_with_cache(
+    rows: list[Row], mesh: Mesh, directory: str, backend: str = "inductor", regional: bool = False
+) -> dict[str, Any]:
+    """:func:`compiled` with a cache directory that the ranks share."""
     import os
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
     # Inductor of torch 2.11 imports a module that uses it.
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
-    return compiled(rows, mesh, "inductor")
+    return compiled(rows, mesh, backend, regional)

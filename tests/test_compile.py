@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from tests import compile_cases
 from tests.harness import Pool
 from tests.model_cases import Mesh, Row, rows, with_config
-from tests.rows import flux
+from tests.rows import flux, qwenimage, wan
 
 SMALL = {**flux.CONFIG, "num_layers": 1, "num_single_layers": 1}
 FLUX = [
@@ -69,3 +70,48 @@ def test_other_models_compile_to_one_graph(pool: Pool, model: str) -> None:
     for result in pool.run(2, compile_cases.compiled, [_row(model)], MESHES[0], "aot_eager", timeout=300):
         assert all(output < 1e-6 and gradient < 1e-4 for output, gradient in result["differences"]), result
         assert result["compiles"] == [1, 1]
+
+
+WAN, QWEN = {**wan.CONFIG, "num_layers": 1}, {**qwenimage.CONFIG, "num_layers": 1}
+PAIRS = {
+    "flux": FLUX,
+    "wan": [
+        with_config(wan.EVEN, "even", config=WAN, inputs=wan.make(grid=(3, 4, 2), text=8)),
+        with_config(wan.EVEN, "odd", config=WAN, inputs=wan.make(grid=(3, 3, 3), text=7)),
+    ],
+    "qwenimage": [
+        with_config(
+            qwenimage.EVEN, "even", config=QWEN, inputs=qwenimage.make(shapes=[(1, 4, 4)], text=8, valid=(8, 6))
+        ),
+        with_config(
+            qwenimage.EVEN, "odd", config=QWEN, inputs=qwenimage.make(shapes=[(1, 3, 5)], text=9, valid=(6, 2))
+        ),
+    ],
+}
+
+
+@pytest.mark.skipif("MESHCP_EVERY_MODE" not in os.environ, reason="minutes each: MESHCP_EVERY_MODE=1 runs them")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(f"{name}{degree}" for name, degree in mesh))
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+@pytest.mark.parametrize("model", PAIRS)
+def test_every_mode_compiles_once_a_shape(
+    pool: Pool, tmp_path: Path, model: str, regional: bool, mesh: Mesh, backend: str
+) -> None:
+    world = math.prod(degree for _, degree in mesh)
+    # FLUX has two classes of blocks.
+    once = 2 if regional and model == "flux" else 1
+    for _ in range(2 if backend == "inductor" else 1):
+        for result in pool.run(
+            world,
+            compile_cases.compiled_with_cache,
+            PAIRS[model],
+            mesh,
+            os.fspath(tmp_path),
+            backend,
+            regional,
+            timeout=1000,
+        ):
+            assert all(output < 2e-5 and gradient < 1e-4 for output, gradient in result["differences"]), result
+            assert result["compiles"] == [once, once, 2 * once, 2 * once]
