@@ -11,7 +11,7 @@ import pytest
 
 from tests import compile_cases
 from tests.harness import Pool
-from tests.model_cases import Mesh, Row, rows, with_config
+from tests.model_cases import Mesh, with_config
 from tests.rows import flux, qwenimage, wan
 
 SMALL = {**flux.CONFIG, "num_layers": 1, "num_single_layers": 1}
@@ -52,26 +52,6 @@ def test_inductor_with_a_cache_that_the_ranks_share(pool: Pool, tmp_path: Path) 
         check(results, [1, 1], tolerance=2e-5, gradients=1e-4)
 
 
-@pytest.mark.timeout(400)
-def test_repeated_blocks_compile_once_a_class_and_shape(pool: Pool) -> None:
-    # Blocks of one class share a graph, but for FLUX's first single block, whose input has other strides than the
-    # others' also on one process.
-    rows = [with_config(flux.EVEN, "two-of-each", config=flux.CONFIG)]
-    check(pool.run(2, compile_cases.compiled, rows, MESHES[0], "aot_eager", True, timeout=300), [3, 3])
-
-
-def _row(model: str) -> Row:
-    return next(row for row in rows() if row.model == model and "odd" in row.name)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("model", ["WanTransformer3DModel", "QwenImageTransformer2DModel"])
-def test_other_models_compile_to_one_graph(pool: Pool, model: str) -> None:
-    for result in pool.run(2, compile_cases.compiled, [_row(model)], MESHES[0], "aot_eager", timeout=300):
-        assert all(output < 1e-6 and gradient < 1e-4 for output, gradient in result["differences"]), result
-        assert result["compiles"] == [1, 1]
-
-
 WAN, QWEN = {**wan.CONFIG, "num_layers": 1}, {**qwenimage.CONFIG, "num_layers": 1}
 PAIRS = {
     "flux": FLUX,
@@ -88,6 +68,49 @@ PAIRS = {
         ),
     ],
 }
+
+
+@pytest.mark.timeout(400)
+def test_repeated_blocks_compile_once_a_class(pool: Pool) -> None:
+    # The first block is given a part of a tensor that is longer, the second what a block returns.
+    two = [with_config(PAIRS["wan"][1], "two", config={**WAN, "num_layers": 2})]
+    check(pool.run(2, compile_cases.compiled, two, MESHES[0], "aot_eager", True, timeout=300), [1, 1], 1e-6, 1e-4)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", ["wan", "qwenimage"])
+def test_other_models_compile_to_one_graph(pool: Pool, model: str) -> None:
+    check(
+        pool.run(2, compile_cases.compiled, PAIRS[model][1:], MESHES[0], "aot_eager", timeout=300), [1, 1], 1e-6, 1e-4
+    )
+
+
+@pytest.mark.timeout(400)
+def test_symbolic_sizes_are_made_plain(pool: Pool) -> None:
+    check(pool.run(2, compile_cases.compiled, FLUX[1:], MESHES[0], "eager", False, True, timeout=300), [1, 1])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_refuses_inputs_that_differ(pool: Pool, in_place: bool) -> None:
+    for said in pool.run(2, compile_cases.differing_inputs, FLUX[0], in_place):
+        assert "hidden_states" in said
+        assert "differ" in said
+
+
+@pytest.mark.timeout(400)
+def test_blocks_compile_under_tensor_parallel(pool: Pool) -> None:
+    for difference, compiles in pool.run(2, compile_cases.tensor_parallel, FLUX[0], timeout=300):
+        assert difference < 1e-10
+        assert compiles == 2
+
+
+@pytest.mark.timeout(400)
+def test_a_model_compiles_beneath_its_guidance(pool: Pool) -> None:
+    for difference, compiles, cut, said in pool.run(2, compile_cases.guided, FLUX[0], timeout=300):
+        assert difference < 1e-10
+        assert compiles == 1
+        assert cut == 2
+        assert "model.compile()" in said
 
 
 @pytest.mark.skipif("MESHCP_EVERY_MODE" not in os.environ, reason="minutes each: MESHCP_EVERY_MODE=1 runs them")
