@@ -79,6 +79,7 @@ class _Crew:
     pids: list[int] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     log_starts: list[int] = field(default_factory=list)
+    last_call: str = ""
 
     def log(self, rank: int) -> str:
         """What `rank` has printed since the call began."""
@@ -125,6 +126,7 @@ class Pool:
             results, failed, stuck, groups = self._call(crew, call, timeout)
             if failed or stuck:
                 self._raise(crew, fn, timeout, failed, stuck)
+            crew.last_call = _name(fn)
         except BaseException:
             # Includes the interruption by pytest-timeout: the workers may be anywhere.
             self._discard(world)
@@ -150,16 +152,20 @@ class Pool:
         """The pickled results by rank; (summary, traceback) of the ranks that failed, the first one first; the stacks
         of those that are stuck; the largest number of process groups on a rank.
         """
-        crew.log_starts = [_size(worker.log_path(crew.directory, rank)) for rank in range(crew.world)]
         deadline = time.monotonic() + timeout
         waiting: dict[Connection, int] = {}
         failed: dict[int, tuple[str, str]] = {}
         for rank, connection in enumerate(crew.connections):
             try:
+                size = _size(worker.log_path(crew.directory, rank))
                 connection.send_bytes(call)
                 waiting[connection] = rank
+                crew.log_starts[rank] = size
             except OSError:
-                failed[rank] = self._cause_of_death(crew, rank)
+                # What an earlier call left behind ended it: a thread, a signal. Its output is from then.
+                summary, stack = self._cause_of_death(crew, rank)
+                failed[rank] = (f"{summary} before it was called, since {crew.last_call} returned there", stack)
+                deadline = min(deadline, time.monotonic() + GRACE)
         results = [b""] * crew.world
         groups = 0
         while waiting:
@@ -189,7 +195,7 @@ class Pool:
         stuck: dict[int, str],
     ) -> None:
         __tracebackhide__ = True
-        name = f"{fn.__module__}.{fn.__qualname__}"
+        name = _name(fn)
         others = {rank: f"stuck in {_where(stack)}" for rank, stack in stuck.items()}
         others.update({rank: f"failed too: {summary}" for rank, (summary, _) in failed.items()})
         if failed:
@@ -231,6 +237,7 @@ class Pool:
         crew.pids.append(self._ask({"do": "fork", "worker": arguments}, theirs))
         theirs.close()
         crew.connections.append(ours)
+        crew.log_starts.append(0)
 
     def _ask(self, request: dict[str, Any], *connections: Connection) -> int:
         socket.send_fds(self._control, [json.dumps(request).encode()], [c.fileno() for c in connections])
@@ -268,6 +275,10 @@ def _signal(pid: int, number: int) -> None:
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
 
 
 def _size(path: str) -> int:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -73,6 +74,15 @@ def kill_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGABRT)
     dist.barrier()
+
+
+def leave_rank_1_a_thread_that_ends_it() -> None:
+    def end() -> None:
+        print("it was me", flush=True)
+        os._exit(7)
+
+    if dist.get_rank() == 1:
+        threading.Timer(0.2, end).start()
 
 
 def warn() -> None:
@@ -176,6 +186,20 @@ def test_death_of_a_worker(pool: Pool) -> None:
         pool.run(2, kill_rank_1)
     assert "the process died (killed by SIGABRT)" in str(caught.value)
     assert "in kill_rank_1" in str(caught.value)
+    assert pool.run(2, sum_of_ranks) == [3, 3]
+
+
+def test_death_of_a_worker_between_two_calls(pool: Pool) -> None:
+    pool.run(2, leave_rank_1_a_thread_that_ends_it)
+    time.sleep(0.5)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed in tests.test_harness.sum_of_ranks") as caught:
+        pool.run(2, sum_of_ranks)
+    assert time.monotonic() - began < 20
+    said = str(caught.value)
+    assert "the process died (exit code 7) before it was called" in said
+    assert "since tests.test_harness.leave_rank_1_a_thread_that_ends_it returned there" in said
+    assert "it was me" in said
     assert pool.run(2, sum_of_ranks) == [3, 3]
 
 

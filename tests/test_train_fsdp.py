@@ -197,8 +197,14 @@ def watched(port: int) -> str:
         dist.barrier()
         return ""
     ended = threading.Event()
+
+    def end(code: int) -> None:
+        # Like the real one it never returns: a watchdog that went on would end this worker in the middle of a later test.
+        ended.set()
+        raise SystemExit(code)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "_exit", lambda code: ended.set())
+        patch.setattr(os, "_exit", end)
         for name in ("dump_traceback", "dump_traceback_later", "cancel_dump_traceback_later"):
             patch.setattr(faulthandler, name, lambda *args, **kwargs: None)
         for name, value in (("TORCHELASTIC_RUN_ID", ""), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
