@@ -481,7 +481,8 @@ def test_a_rank_reads_its_own_part_and_holds_little_else(pool: Pool, tmp_path: P
         # The kernel counts whole pages and what the allocator keeps; a few MB.
         slack = loading._MAPPED_BYTES + 8 * 2**20
         assert rank["grown"] <= rank["own"] + rank["largest"] + slack, f"{world} ranks: {rank}"
-        assert rank["whole"] >= 0.9 * total, "this measures nothing"
+    # Of one rank: under load, what another has kept of its first model hides the growth.
+    assert max(rank["whole"] for rank in ranks) >= 0.9 * total, "this measures nothing"
 
 
 def measure_save(path: str, target: str, world: int) -> dict[str, int]:
