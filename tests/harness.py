@@ -337,6 +337,21 @@ def _describe(frame: dict[str, str]) -> str:
     return f"{frame['name']} ({path}:{frame['line']}: {source})"
 
 
+def world_mean(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The mean of each over all ranks, in one collective a dtype: one each takes longer than the model whose gradients
+    they are. Called in workers.
+    """
+    means: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[index].flatten() for index in alike])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for index, part in zip(alike, flat.split([tensors[index].numel() for index in alike]), strict=True):
+            means[index] = part.view(tensors[index].shape)
+    return [means[index] for index in range(len(tensors))]
+
+
 def assert_close_to(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
     """The project's tolerances: 1e-10 in fp64 and 1e-5 in fp32, times the largest finite absolute value expected.
 

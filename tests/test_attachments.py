@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
 from tests import model_cases
-from tests.harness import Pool, fake_world
+from tests.harness import Pool, fake_world, world_mean
 from tests.model_cases import Mesh, Row
 
 MESHES: dict[int, Mesh] = {2: (("ulysses", 2),), 3: (("ring", 3),), 4: (("ring", 2), ("ulysses", 2))}
@@ -437,11 +436,9 @@ def hang(thing: Thing, mesh: Mesh, orders: tuple[str, ...]) -> list[str]:
 def _compare_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], parallel: bool) -> list[str]:
     wrong = [] if actual.keys() == expected.keys() else [f"gradients of {sorted(actual.keys() ^ expected.keys())}"]
     largest = max(float(g.abs().max()) for g in expected.values())
-    for name in sorted(actual.keys() & expected.keys()):
-        mean = actual[name].clone()
-        if parallel:
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
+    names = sorted(actual.keys() & expected.keys())
+    means = [actual[name] for name in names]
+    for name, mean in zip(names, world_mean(means) if parallel else means, strict=True):
         # Flux applies its rotary embedding in fp32.
         allowed = 3e-6 * max(float(expected[name].abs().max()), 1e-6 * largest)
         if not float((mean - expected[name]).abs().max()) <= allowed:

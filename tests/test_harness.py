@@ -193,7 +193,7 @@ def test_death_of_a_worker_between_two_calls(pool: Pool) -> None:
     pool.run(2, leave_rank_1_a_thread_that_ends_it)
     time.sleep(0.5)
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of 2 failed in tests.test_harness.sum_of_ranks") as caught:
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed in tests\.test_harness\.sum_of_ranks") as caught:
         pool.run(2, sum_of_ranks)
     assert time.monotonic() - began < 20
     said = str(caught.value)

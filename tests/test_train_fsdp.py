@@ -199,7 +199,7 @@ def watched(port: int) -> str:
     ended = threading.Event()
 
     def end(code: int) -> None:
-        # Like the real one it never returns: a watchdog that went on would end this worker in the middle of a later test.
+        # Like the real one it never returns: a watchdog that went on would end this worker in a later test.
         ended.set()
         raise SystemExit(code)
 
