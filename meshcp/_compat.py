@@ -22,7 +22,8 @@ from .errors import AttentionError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+    from torch.distributed.tensor._op_schema import OpSchema as OpSchema
+    from torch.distributed.tensor._op_schema import OpStrategy
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 SubTensor = TypeVar("SubTensor", bound=torch.Tensor)
@@ -92,6 +93,19 @@ def new_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = No
         distributed_c10d._process_group_name = original
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+# -- modules and kernels -------------------------------------------------------------------------------------------
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters that a module itself holds, to put plain tensors in their place for a while."""
+    return module._parameters
+
+
+def fused_attention(kernel: str) -> Any:
+    """aten's operator ``_scaled_dot_product_<kernel>``; no public one gives the LSE, or takes it for the backward."""
+    return getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
 
 
 # -- DTensor operator strategies -----------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def _sum_over_heads(norm: nn.Module, tp: TensorMesh) -> None:
     original = norm.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = norm._parameters
+        own = _compat.own_parameters(norm)
         before = dict(own)
         for name, parameter in before.items():
             if parameter is not None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshcp
-from meshcp import collectives
+from meshcp import _compat, collectives
 from meshcp.attention import kernels
 from meshcp.attention.kernels import KERNELS, Kernel, KernelCall, block_backward, block_forward, choose_kernel
 from tests.attention_cases import softmax_attention
@@ -109,13 +109,13 @@ def test_operators_take_the_calls_and_give_the_shapes(kernel: Kernel, masked: bo
 
 
 class Recorder:
-    """Stands for ``torch.ops.aten``: notes what an operator is given, by the names of its schema."""
+    """Stands for ``_compat.fused_attention``: notes what an operator is given, by the names of its schema."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.aten, name)
+    def __call__(self, kernel: str) -> Callable[..., Any]:
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             names = [argument.name for argument in operator.default._schema.arguments]
@@ -127,7 +127,7 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, mask_shape: tuple[int, ...] | None = None) -> list[dict]:
     recorder = Recorder()
-    monkeypatch.setattr(kernels, "aten", recorder)
+    monkeypatch.setattr(_compat, "fused_attention", recorder)
     q, k, v, grad = (torch.empty(2, 5, 3, 12, device="meta", dtype=FP16).transpose(1, 2) for _ in range(4))
     mask = None if mask_shape is None else torch.empty(mask_shape, device="meta", dtype=torch.bool)
     out, lse = block_forward(kernel, q, k, v, mask, mask is None, 0.3)

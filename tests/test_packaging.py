@@ -166,3 +166,41 @@ def test_placements_import_no_collectives(file: Path) -> None:
         for name in names:
             assert not name.startswith("torch.distributed") or name in PLACEMENTS_MAY_IMPORT, f"line {node.lineno}"
             assert name.split(".")[0] != "diffusers", f"line {node.lineno}"
+
+
+def private_names(source: str) -> list[str]:
+    """What the source names of torch or diffusers that begins with an underscore: imports, ``torch.a._b``."""
+    found, roots = [], {"torch", "diffusers"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            for alias in node.names:
+                path = f"{module}.{alias.name}".lstrip(".").split(".")
+                if path[0] in ("torch", "diffusers") and not getattr(node, "level", 0):
+                    roots.add(alias.asname or alias.name.partition(".")[0])
+                    found += [".".join(path)] if any(part.startswith("_") for part in path) else []
+    for node in ast.walk(ast.parse(source)):
+        path, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            path.insert(0, inner.attr)
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id in roots:
+            found += [".".join([inner.id, *path])] if any(p.startswith("_") and p[1:2] != "_" for p in path) else []
+    return found
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for folder in ("meshcp", "placements", "models") for file in sorted((ROOT / folder).rglob("*.py"))],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_private_names_are_in_one_file(file: Path) -> None:
+    found = private_names(file.read_text())
+    assert bool(found) == (file.name == "_compat.py"), found
+
+
+def test_private_names_are_found() -> None:
+    source = (
+        "import torch.a as b\nfrom torch.x import _y\nfrom diffusers import z\nb._c\ntorch.ops.aten._d()\nz.e.__doc__"
+    )
+    assert private_names(source) == ["torch.x._y", "b._c", "torch.ops.aten._d"]

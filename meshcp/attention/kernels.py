@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .. import _compat
 from ..errors import AttentionError
 from .masks import additive
-
-aten = torch.ops.aten
 
 
 class Gradients(NamedTuple):
@@ -180,7 +179,7 @@ def _math_backward(
 def _cpu_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = _compat.fused_attention("flash_attention_for_cpu")(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
@@ -195,7 +194,7 @@ def _cpu_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    dq, dk, dv = _compat.fused_attention("flash_attention_for_cpu_backward")(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     return dq, dk, dv
@@ -209,7 +208,7 @@ def _no_dropout_state(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    result = _compat.fused_attention("flash_attention")(q, k, v, 0.0, causal, False, scale=scale)
     return result[0], result[1]
 
 
@@ -226,7 +225,7 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     seed, offset = _no_dropout_state(q)
     queries, keys = q.shape[2], k.shape[2]
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = _compat.fused_attention("flash_attention_backward")(
         grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, seed, offset, scale=scale
     )
     return dq, dk, dv
@@ -247,7 +246,7 @@ def _efficient_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     bias = _aligned_bias(mask, q, k)
-    result = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    result = _compat.fused_attention("efficient_attention")(q, k, v, bias, True, 0.0, causal, scale=scale)
     return result[0], result[1][..., : q.shape[2]]
 
 
@@ -270,7 +269,7 @@ def _efficient_backward(
     bias = _aligned_bias(mask, q, k)
     # It takes the strides of out over batch and heads, but assumes the one over rows.
     out = rows_outermost(out)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = _compat.fused_attention("efficient_attention_backward")(
         grad, q, k, v, bias, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
     return dq, dk, dv
@@ -281,7 +280,7 @@ def _cudnn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Diffusers found wrong results where the inputs of this operator were not contiguous.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    result = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
+    result = _compat.fused_attention("cudnn_attention")(q, k, v, mask, True, 0.0, causal, False, scale=scale)
     return result[0], result[1].squeeze(-1)
 
 
@@ -298,7 +297,7 @@ def _cudnn_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     seed, offset = _no_dropout_state(q)
     grad, q, k, v, out = (x.contiguous() for x in (grad, q, k, v, out))
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+    dq, dk, dv = _compat.fused_attention("cudnn_attention_backward")(
         grad, q, k, v, out, lse[..., None], seed, offset, mask, None, None, q.shape[2], k.shape[2], 0.0, causal,
         scale=scale,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from .masks import causal_relation
 from .ring import RingCall, accumulation_dtype, ring_backward, ring_forward
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor._op_schema import OpSchema
+    from .._compat import OpSchema
 
 _OPTIONS = (
     "bool causal=False, float? scale=None, str ring='', int[] q_rows=[], int[] kv_rows=[], int[] kv_counts=[], "

@@ -96,8 +96,8 @@ def frozen_style(*, init: bool = True) -> Callable[[type[S]], type[S]]:
 def forward_parameters(module: nn.Module) -> list[str]:
     """Names of the arguments of ``forward``, as the class declares it."""
     # PEFT's layers stand for the layer that they wrap.
-    while isinstance(module.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
-        module = module.base_layer  # type: ignore[assignment]
+    while (wrapped := dict(module.named_children()).get("base_layer")) is not None:
+        module = wrapped
     signature = inspect.signature(type(module).forward)
     # Whatever its author calls the instance.
     return list(signature.parameters)[1:]
