@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import hypothesis
 import pytest
@@ -249,6 +250,55 @@ def test_gradients_lie_alike_on_every_rank_and_equal_meshes_do_not_mix(pool: Poo
         for stride, error in result:
             assert stride == (6 * 13 * 8, 13 * 8, 8, 1)
             assert error < 1e-12
+
+
+def second_derivatives() -> dict[str, tuple[float, str]]:
+    """For each axis: the error of the second derivatives, or of the first if there are none, and what is said."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tensors = [
+        torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+    ]
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    def first(attention: Any, leaves: list[Any]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(whole(attention(*leaves).square().sum()), leaves, create_graph=True)
+
+    def second(grads: tuple[torch.Tensor, ...], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(torch.stack([whole(g.square().sum()) for g in grads]).sum(), leaves)
+
+    def error(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> float:
+        return max(
+            float((whole(f) - w).detach().abs().max() / w.detach().abs().max())
+            for f, w in zip(found, want, strict=True)
+        )
+
+    plain = [x.clone().requires_grad_() for x in tensors]
+    want = first(lambda q, k, v: attention_cases.softmax_attention(q, k, v, None, False, None), plain)
+    want_second = second(want, plain)
+    results = {}
+    for axis in ("ulysses", "ring"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+        leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
+        with sdpa_kernel(SDPBackend.MATH):
+            grads = first(meshcp.attention, leaves)
+            try:
+                results[axis] = error(second(grads, leaves), want_second), "computed"
+            except meshcp.AttentionError as refused:
+                results[axis] = error(grads, want), str(refused)
+    return results
+
+
+def test_second_derivatives_are_right_or_refused(pool: Pool) -> None:
+    for result in pool.run(2, second_derivatives):
+        assert result["ulysses"][0] < 1e-12
+        assert result["ulysses"][1] == "computed"
+        assert result["ring"][0] < 1e-12
+        assert "the gradient of ring attention is differentiated once more" in result["ring"][1]
 
 
 def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:

@@ -131,6 +131,13 @@ def _autograd(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
     return *torch.ops.meshcp.attention_backward(grad, q, k, v, mask, out, lse, **ctx.options), None
 
 
+def _twice(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    raise AttentionError(
+        "the gradient of ring attention is differentiated once more, which meshcp does not compute. Compute second "
+        "derivatives on a mesh with the ulysses axis alone, in sdpa_kernel(SDPBackend.MATH), whose gradient has one"
+    )
+
+
 for _name, _kernel, _fake in (
     ("attention", _forward, _forward_fake),
     ("attention_backward", _backward, _backward_fake),
@@ -138,6 +145,7 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshcp::{_name}", _fake, lib=_library)
 torch.library.register_autograd("meshcp::attention", _autograd, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("meshcp::attention_backward", _twice, lib=_library)
 
 
 # -- DTensor ---------------------------------------------------------------------------------------------------------
