@@ -250,9 +250,7 @@ def test_a_killed_rank_ends_the_job_and_nothing_is_lost(pool: Pool, tiny: Path, 
         ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(ranks) == 2
         os.kill(int(ranks[1]), signal.SIGKILL)
-        killed = time.monotonic()
         assert job.wait(timeout=60) != 0
-        assert time.monotonic() - killed < 60
     finally:
         job.kill()
         job.wait()
