@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import meshcp
+from tests.harness import make_mesh
 
 MASKS = ("none", "key_bool", "key4_bool", "key_additive", "query_bool", "head_bool", "head_additive", "dead_rows")
 
@@ -123,7 +123,7 @@ def reference(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 def run_case(case: Case) -> list[Tensor]:
     """On every rank of the mesh: [out, dq, dk, dv] gathered."""
-    mesh = init_device_mesh("cpu", tuple(d for _, d in case.mesh), mesh_dim_names=tuple(n for n, _ in case.mesh))
+    mesh = make_mesh(case.mesh)
     tensors, mask, grad = inputs(case)
     on_axis: dict[str, Placement] = {
         "ring": Shard(2), "ulysses": Shard(1) if case.ulysses_on_heads else Shard(2), "tp": Shard(1), "dp": Shard(0),

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import meshcp
-from tests.harness import world_mean
-from tests.model_cases import Mesh, Row, build, tensors_of
+from tests.harness import make_mesh, world_mean
+from tests.model_cases import Mesh, Row, _difference, build, make_inputs, tensors_of
 
 
 def _gradient_difference(model: nn.Module, expected: dict[str, Tensor]) -> float:
@@ -35,14 +34,6 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="<class 'torch.autograd.function.Function'> should not be instantiated")
 
 
-def _mesh(mesh: Mesh) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
-
-
-def _inputs(row: Row, seed: int) -> dict[str, Any]:
-    return row.inputs(torch.Generator().manual_seed(seed))
-
-
 def compiled(
     rows: list[Row], mesh: Mesh, backend: str, regional: bool = False, dynamic: bool | None = None
 ) -> dict[str, Any]:
@@ -55,12 +46,12 @@ def compiled(
     expected = []
     calls = [(row, seed) for row in rows for seed in (11, 12)]
     for row, seed in calls:
-        outputs = tensors_of(model(**_inputs(row, seed)))
+        outputs = tensors_of(model(**make_inputs(row, seed)))
         outputs[0].square().mean().backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         expected.append((outputs[0].detach(), grads))
-    meshcp.parallelize(model, _mesh(mesh))
+    meshcp.parallelize(model, make_mesh(mesh))
     options: dict[str, Any] = {"fullgraph": True, "backend": counter, "dynamic": dynamic}
     if regional:
         model.compile_repeated_blocks(**options)  # type: ignore[operator]
@@ -69,8 +60,8 @@ def compiled(
         run = torch.compile(model, **options)
     differences, compiles = [], []
     for (row, seed), (output, grads) in zip(calls, expected, strict=True):
-        found = tensors_of(run(**_inputs(row, seed)))[0]
-        difference = float((found.detach() - output).abs().max() / output.abs().max())
+        found = tensors_of(run(**make_inputs(row, seed)))[0]
+        difference = _difference(found.detach(), output)
         found.square().mean().backward()
         differences.append((difference, _gradient_difference(model, grads)))
         model.zero_grad(set_to_none=True)
@@ -97,14 +88,14 @@ def differing_inputs(row: Row, in_place: bool) -> str:
     """What a compiled model says to inputs that differ between ranks."""
     torch._dynamo.reset()
     model = build(row)
-    meshcp.parallelize(model, _mesh((("ulysses", 2),)))
+    meshcp.parallelize(model, make_mesh((("ulysses", 2),)))
     run: Any = model
     if in_place:
         model.compile(fullgraph=True, backend="eager")
     else:
         run = torch.compile(model, fullgraph=True, backend="eager")
     try:
-        run(**_inputs(row, dist.get_rank()))
+        run(**make_inputs(row, dist.get_rank()))
     except meshcp.InputError as error:
         return str(error)
     return "nothing"
@@ -115,14 +106,14 @@ def tensor_parallel(row: Row) -> tuple[float, int]:
     torch._dynamo.reset()
     _quiet()
     counter = CompileCounterWithBackend("aot_eager")
-    model, mesh = build(row), _mesh((("tp", 2),))
+    model, mesh = build(row), make_mesh((("tp", 2),))
     with torch.no_grad():
-        expected = tensors_of(model(**_inputs(row, 11)))[0]
+        expected = tensors_of(model(**make_inputs(row, 11)))[0]
         parallelize_module(model, mesh["tp"], meshcp.tp_plan(model, mesh))
         model.compile_repeated_blocks(fullgraph=True, backend=counter)  # type: ignore[operator]
-        found = tensors_of(model(**_inputs(row, 11)))[0]
+        found = tensors_of(model(**make_inputs(row, 11)))[0]
     torch._dynamo.reset()
-    return float((found - expected).abs().max() / expected.abs().max()), counter.frame_count
+    return _difference(found, expected), counter.frame_count
 
 
 def guided(row: Row) -> tuple[float, int, int, str]:
@@ -131,16 +122,16 @@ def guided(row: Row) -> tuple[float, int, int, str]:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     model = build(row).requires_grad_(False)
-    expected = [tensors_of(model(**_inputs(row, seed)))[0] for seed in (11, 12)]
-    handle = meshcp.parallelize_guidance(model, _mesh((("cfg", 2),)))
+    expected = [tensors_of(model(**make_inputs(row, seed)))[0] for seed in (11, 12)]
+    handle = meshcp.parallelize_guidance(model, make_mesh((("cfg", 2),)))
     try:
-        torch.compile(model, fullgraph=True, backend=counter)(**_inputs(row, 11))
+        torch.compile(model, fullgraph=True, backend=counter)(**make_inputs(row, 11))
         said = "nothing"
     except meshcp.InputError as error:
         said = str(error)
     model.compile(fullgraph=True, backend=counter)
-    found = [tensors_of(model(**_inputs(row, seed)))[0] for seed in (11, 12)]
-    worst = max(float((f - e).abs().max() / e.abs().max()) for f, e in zip(found, expected, strict=True))
+    found = [tensors_of(model(**make_inputs(row, seed)))[0] for seed in (11, 12)]
+    worst = max(_difference(f, e) for f, e in zip(found, expected, strict=True))
     handle.remove()
     assert model.compile.__func__ is nn.Module.compile
     torch._dynamo.reset()

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests import worker
 
@@ -335,6 +337,16 @@ def _describe(frame: dict[str, str]) -> str:
         path = path.rsplit("site-packages/", 1)[1]
     source = linecache.getline(frame["path"], int(frame["line"])).strip()
     return f"{frame['name']} ({path}:{frame['line']}: {source})"
+
+
+def make_mesh(axes: Sequence[tuple[str, int]]) -> DeviceMesh:
+    """A mesh of names and degrees, on CPUs. Called in workers."""
+    return init_device_mesh("cpu", tuple(degree for _, degree in axes), mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor gathered, any other tensor as it is. Called in workers."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def world_mean(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
-from tests.harness import world_mean
+from tests.harness import make_mesh, world_mean
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -91,8 +91,8 @@ def build(row: Row) -> nn.Module:
     return model.eval()
 
 
-def make_inputs(row: Row) -> dict[str, Any]:
-    return row.inputs(torch.Generator().manual_seed(11))
+def make_inputs(row: Row, seed: int = 11) -> dict[str, Any]:
+    return row.inputs(torch.Generator().manual_seed(seed))
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -143,7 +143,7 @@ def compare(row: Row, meshes: tuple[Mesh, ...], gradients_on: tuple[Mesh, ...] =
         expected_gradients = _gradients(model)
     before = sorted(model.state_dict())
     for mesh in meshes:
-        device_mesh = init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
+        device_mesh = make_mesh(mesh)
         with_gradients = gradients and mesh in gradients_on
         handle = meshcp.parallelize(model, device_mesh, row.plan)
         with torch.set_grad_enabled(with_gradients):
@@ -172,8 +172,8 @@ def _compare_gradients(
     shapes = dict(model.named_parameters())
     # Some ranks may have no gradient of a parameter that others have: a rank without tokens of a stream.
     *means, present = world_mean(
-        [torch.zeros_like(shapes[name]) if have is None else have for name, have in actual.items()]
-        + [torch.tensor([float(have is not None) for have in actual.values()], dtype=torch.float64)]
+        [torch.zeros_like(shapes[name]) if actual[name] is None else actual[name] for name in expected]
+        + [torch.tensor([float(actual[name] is not None) for name in expected], dtype=torch.float64)]
     )
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
     for (name, want), mean, some in zip(expected.items(), means, present.tolist(), strict=True):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
 from tests import model_cases
-from tests.harness import Pool, fake_world, world_mean
+from tests.harness import Pool, fake_world, make_mesh, world_mean
 from tests.model_cases import Mesh, Row
 
 MESHES: dict[int, Mesh] = {2: (("ulysses", 2),), 3: (("ring", 3),), 4: (("ring", 2), ("ulysses", 2))}
@@ -393,7 +393,7 @@ def hang(thing: Thing, mesh: Mesh, orders: tuple[str, ...]) -> list[str]:
             thing.take(single)
         _reset_active_backend()
         left_alone = _forwards(single)
-        device_mesh = init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
+        device_mesh = make_mesh(mesh)
 
         for order in orders:
             model: Any = model_cases.build(_row(thing.row))
@@ -471,7 +471,7 @@ def first_block_decisions(row: str, mesh: Mesh) -> tuple[list[bool], list[bool],
     from meshcp import _compat
 
     thing = THINGS["FirstBlockCache" if row == FLUX else "FirstBlockCache on Wan"]
-    device_mesh = init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
+    device_mesh = make_mesh(mesh)
     said: list[list[bool]] = []
     for parallel in (False, True):
         model = model_cases.build(_row(row))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import meshcp
 from tests import attention_cases
 from tests.attention_cases import MASKS, Case, reference
-from tests.harness import Pool, assert_close_to, bf16_no_worse
+from tests.harness import Pool, assert_close_to, bf16_no_worse, whole
 
 
 def mesh(**axes: int) -> tuple[tuple[str, int], ...]:
@@ -255,15 +255,12 @@ def test_gradients_lie_alike_on_every_rank_and_equal_meshes_do_not_mix(pool: Poo
 def second_derivatives() -> dict[str, tuple[float, str]]:
     """For each axis: the error of the second derivatives, or of the first if there are none, and what is said."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     tensors = [
         torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
     ]
-
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return x.full_tensor() if isinstance(x, DTensor) else x
 
     def first(attention: Any, leaves: list[Any]) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(whole(attention(*leaves).square().sum()), leaves, create_graph=True)

@@ -128,15 +128,8 @@ def test_every_mode_compiles_once_a_shape(
     # FLUX has two classes of blocks.
     once = 2 if regional and model == "flux" else 1
     for _ in range(2 if backend == "inductor" else 1):
-        for result in pool.run(
-            world,
-            compile_cases.compiled_with_cache,
-            PAIRS[model],
-            mesh,
-            os.fspath(tmp_path),
-            backend,
-            regional,
+        results = pool.run(
+            world, compile_cases.compiled_with_cache, PAIRS[model], mesh, os.fspath(tmp_path), backend, regional,
             timeout=1000,
-        ):
-            assert all(output < 2e-5 and gradient < 1e-4 for output, gradient in result["differences"]), result
-            assert result["compiles"] == [once, once, 2 * once, 2 * once]
+        )  # fmt: skip
+        check(results, [once, once, 2 * once, 2 * once], tolerance=2e-5, gradients=1e-4)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import meshcp
 from meshcp.tensor_parallel import ShardHeads
 from tests import model_cases
-from tests.harness import Pool
+from tests.harness import Pool, make_mesh, whole
 from tests.model_cases import Row
 from tests.rows import flux
 
@@ -152,12 +152,8 @@ def shard_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def sample(row: Row, index: int) -> dict[str, Any]:
-    return row.inputs(torch.Generator().manual_seed(11 + index))
+    return model_cases.make_inputs(row, 11 + index)
 
 
 _REFERENCES: dict[tuple[str, int], tuple[list[list[Tensor]], dict[str, Tensor]]] = {}
@@ -219,7 +215,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run(case: Case) -> list[str]:
-    mesh = init_device_mesh("cpu", tuple(d for _, d in case.mesh), mesh_dim_names=tuple(n for n, _ in case.mesh))
+    mesh = make_mesh(case.mesh)
     place, count = data_place(mesh)
     outputs, expected = reference(case.row, count)
     model, wrong = compose(case, mesh), []

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
-from tests.harness import Pool
+from tests.harness import Pool, make_mesh
 from tests.model_cases import MESHES, Mesh, _difference, build
 from tests.rows.flux2 import KV, inputs
 
@@ -29,7 +29,7 @@ def cached_pass(mesh: Mesh) -> float:
         return [extracted, *used, plain]
 
     expected = run()
-    device_mesh = init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
+    device_mesh = make_mesh(mesh)
     handle = meshcp.parallelize(model, device_mesh)
     actual = run()
     handle.remove()

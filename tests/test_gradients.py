@@ -13,22 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshcp
 from meshcp import seq
 from tests import model_cases
-from tests.harness import Pool
+from tests.harness import Pool, make_mesh
 from tests.rows import flux
 from tests.test_composition import FLUX, TOLERANCE, gradients, shard_fsdp, worst
 
 Mesh = tuple[tuple[str, int], ...]
-
-
-def make(mesh: Mesh) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
 
 
 def inputs(seed: int, image: int, text: int = 5, batch: int = 2) -> dict[str, Any]:
@@ -52,7 +47,7 @@ def _target(seed: int, image: int) -> tuple[Tensor, Tensor]:
 
 
 def local_losses(mesh: Mesh, image: int, weighed: bool, axes: tuple[str, ...] | None, fsdp: bool) -> list[str]:
-    device_mesh = make(mesh)
+    device_mesh = make_mesh(mesh)
     samples = 2 if axes else 1
     place = device_mesh.get_local_rank("dp") if axes else 0
     # One process: the mean over the tokens of all samples together.
@@ -135,7 +130,7 @@ MICRO = ((9, 5), (8, 6), (15, 5))
 
 
 def accumulate(mesh: Mesh, checkpointing: str, order: str, fsdp: bool) -> list[str]:
-    device_mesh = make(mesh)
+    device_mesh = make_mesh(mesh)
     model = single()
     for seed, (image, text) in enumerate(MICRO):
         (model_cases._loss([model(**inputs(seed, image, text)).sample]) / len(MICRO)).backward()
@@ -207,7 +202,7 @@ class Uneven(nn.Module):
 
 
 def missing_gradients() -> dict[str, Any]:
-    mesh = make((("dp", 2), ("ring", 3)))
+    mesh = make_mesh((("dp", 2), ("ring", 3)))
     rank, model = dist.get_rank(), Uneven()
     model.everywhere.grad = torch.arange(3.0) + rank
     model.narrow.grad = torch.full((2,), float(rank), dtype=torch.bfloat16)
@@ -250,7 +245,7 @@ class Heads(nn.Module):
 
 
 def own_tensor_parallel() -> dict[str, Any]:
-    mesh = make((("tp", 2), ("ring", 2)))
+    mesh = make_mesh((("tp", 2), ("ring", 2)))
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(mesh.get_local_rank("ring")))
     model = Heads()
     for ring in range(2):
@@ -318,7 +313,7 @@ def test_clipping_is_torchs_where_torchs_works() -> None:
 
 
 def draws() -> list[Any]:
-    mesh = make((("ring", 2), ("dp", 2)))
+    mesh = make_mesh((("ring", 2), ("dp", 2)))
     found: list[Any] = []
     for step in (0, 0, 1):
         generator = meshcp.seed_everything(7, mesh, step=step)
@@ -343,7 +338,7 @@ def test_ranks_on_one_sample_draw_alike_and_others_do_not(pool: Pool) -> None:
 
 def step_of_training(seeded: bool, check: bool) -> str:
     """One step with noise; what happens without a common seed."""
-    mesh = make((("dp", 2), ("ulysses", 2)))
+    mesh = make_mesh((("dp", 2), ("ulysses", 2)))
     unlike = torch.Generator().manual_seed(7 + dist.get_rank())
     generator = meshcp.seed_everything(7, mesh) if seeded else unlike
     given = inputs(0, 9)

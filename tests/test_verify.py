@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshcp
 from meshcp import ContextParallelAttention, GatherOutputs, LocalAttention, Plan, ShardInputs, seq
 from meshcp.verify import Report
 from tests import model_cases
-from tests.harness import Pool
+from tests.harness import Pool, make_mesh
 from tests.model_cases import Mesh, Row
 
 ULYSSES: Mesh = (("ulysses", 2),)
@@ -22,10 +21,6 @@ JOINT = ContextParallelAttention(streams=("text", "image"))
 
 def _row(name: str = "odd") -> Row:
     return next(row for row in model_cases.rows() if str(row) == f"FluxTransformer2DModel-{name}")
-
-
-def _mesh(mesh: Mesh) -> Any:
-    return init_device_mesh("cpu", tuple(d for _, d in mesh), mesh_dim_names=tuple(n for n, _ in mesh))
 
 
 def _plan(joint: Any = JOINT, **inputs: Any) -> Plan:
@@ -58,7 +53,7 @@ def _run(mesh: Mesh, plan: Plan | None = None, **options: Any) -> tuple[bool, st
     before, inputs = _state(model), model_cases.make_inputs(_row())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    report = meshcp.verify(model, _mesh(mesh), inputs, plan, **options)
+    report = meshcp.verify(model, make_mesh(mesh), inputs, plan, **options)
     assert _state(model) == before
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
     assert all(
@@ -106,7 +101,7 @@ def test_a_wrong_gradient_is_found_wrong(pool: Pool) -> None:
 
 def _wrong_gradient() -> tuple[bool, str, Report]:
     model = model_cases.build(_row())
-    mesh = _mesh(ULYSSES)
+    mesh = make_mesh(ULYSSES)
     # Its gradient depends on which part of the sequence a rank has, its output does not.
     model.proj_out.register_forward_pre_hook(
         lambda _, args: (args[0] + 1e-9 * (args[0].detach().shape[1] - args[0]) * 0,)
@@ -130,10 +125,10 @@ def _changing() -> tuple[bool, str]:
         args[0].mul_(2)
 
     model.register_forward_pre_hook(change, with_kwargs=True)
-    report = meshcp.verify(model, _mesh(ULYSSES), [*(inputs[name] for name in names), None, None, None, None, True])
+    report = meshcp.verify(model, make_mesh(ULYSSES), [*(inputs[name] for name in names), None, None, None, None, True])
     assert torch.equal(inputs["hidden_states"], model_cases.make_inputs(_row())["hidden_states"])
     model = model_cases.build(_row())
-    again = meshcp.verify(model, _mesh(ULYSSES), inputs)
+    again = meshcp.verify(model, make_mesh(ULYSSES), inputs)
     assert inputs["joint_attention_kwargs"] == {"scale": 0.5}
     return report.ok and again.ok, repr(report)
 
@@ -155,7 +150,7 @@ def fails_on_one_rank(world: int, axis: str) -> tuple[str, bool, bool]:
     model.single_transformer_blocks[0].norm.linear = _Failing(model.single_transformer_blocks[0].norm.linear, 1)
     before = _state(model)
     # Others are woken by the transport: the timeout is longer than the test may take.
-    report = meshcp.verify(model, _mesh(((axis, world),)), model_cases.make_inputs(_row()), timeout=600)
+    report = meshcp.verify(model, make_mesh(((axis, world),)), model_cases.make_inputs(_row()), timeout=600)
     first = next(iter(report.errors))
     return repr(report), not report.ok and first == 1, _state(model) == before
 
@@ -182,12 +177,12 @@ def refusals() -> dict[str, str]:
             said[name] = f"{type(error).__name__}: {error}"
         assert _state(model) == before
 
-    mesh = _mesh(ULYSSES)
+    mesh = make_mesh(ULYSSES)
     attempt("plan", mesh, _plan(hidden_state=seq(1, "image")))
     # Only rank 1 has a plan that does not fit.
     attempt("one plan", mesh, _plan(hidden_state=seq(1, "image")) if rank == 1 else _plan())
     attempt("streams", mesh, _plan(img_ids=seq(0, "text")))
-    attempt("mesh", init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    attempt("mesh", make_mesh((("dp", 2),)))
     cached = model_cases.build(_row())
     from diffusers import FirstBlockCacheConfig
 
