@@ -72,10 +72,10 @@ def main() -> None:
     world = dist.get_world_size()
     torch.set_num_threads(1)
     one, inputs = build(options)
-    models = {name: build(options)[0] for name in ("ulysses", "ring")}
+    models = {name: build(options)[0] for name in ("ulysses", "ring", "gathered KV")}
     for name, model in models.items():
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
-        meshcp.parallelize(model, mesh)
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ulysses" if name == "ulysses" else "ring",))
+        meshcp.parallelize(model, mesh, gather_kv=name == "gathered KV")
     peer = build(options)[0]
     flat = init_device_mesh("cpu", (1, world), mesh_dim_names=("ring", "ulysses"))
     # Diffusers asks how many devices there are, which is none on a CPU.
@@ -85,6 +85,7 @@ def main() -> None:
         "one process": lambda: one(**inputs, return_dict=False)[0],
         "ulysses": lambda: models["ulysses"](**inputs, return_dict=False)[0],
         "ring": lambda: models["ring"](**inputs, return_dict=False)[0],
+        "gathered KV": lambda: models["gathered KV"](**inputs, return_dict=False)[0],
         "diffusers ulysses": lambda: peer(**inputs, return_dict=False)[0],
     }
 
@@ -117,9 +118,10 @@ def main() -> None:
         for name, value in median.items():
             above, best = value - base, min(times[name])
             print(f"  {name:18} {value:9.1f} ms   above own compute {above:8.1f} ms   best {best:9.1f}")
-        ours, theirs = median["ulysses"] - base, median["diffusers ulysses"] - base
+        theirs = median["diffusers ulysses"] - base
+        ratios = ", ".join(f"{name} {(median[name] - base) / theirs:.2f}" for name in models)
         ratio = median["ring"] / median["ulysses"]
-        print(f"  above own compute, meshcp / diffusers: {ours / theirs:.2f}   ring / ulysses: {ratio:.2f}")
+        print(f"  above own compute, meshcp / diffusers: {ratios}   ring / ulysses: {ratio:.2f}")
     dist.destroy_process_group()
 
 

@@ -44,6 +44,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ring", type=int, default=1, help="degree of the ring axis")
     parser.add_argument("--ulysses", type=int, help="degree of the ulysses axis; by default all ranks that ring leaves")
+    parser.add_argument("--gather-kv", action="store_true", help="gather KV over ring, for latency or any --backend")
     parser.add_argument("--backend", help="attention backend of Diffusers, such as _native_cudnn")
     parser.add_argument("--compile", action="store_true", help="compile the repeated blocks")
     parser.add_argument("--offload", action="store_true", help="keep idle models of the pipeline on the CPU")
@@ -116,7 +117,7 @@ def main(given: Sequence[str] | None = None) -> None:
         mesh = meshcp.init_mesh(ring=options.ring, ulysses=options.ulysses, device_type=device.type)
         if options.backend:
             pipe.transformer.set_attention_backend(options.backend)
-        handle = meshcp.parallelize(pipe.transformer, mesh)
+        handle = meshcp.parallelize(pipe.transformer, mesh, gather_kv=options.gather_kv)
         if options.compile:
             pipe.transformer.compile_repeated_blocks(fullgraph=True)
 

@@ -128,6 +128,7 @@ def verify(
     gradients: bool = False,
     tolerance: float | None = None,
     timeout: float = 120.0,
+    gather_kv: bool = False,
 ) -> Report:
     """Run the model once as it is and once parallel, on each rank of the mesh, and compare.
 
@@ -145,6 +146,7 @@ def verify(
         tolerance: largest difference, relative to the largest value, that counts as right. By default that of the
             dtype: 1e-9 in fp64, 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16.
         timeout: seconds that a rank waits for another in a collective of the parallel run.
+        gather_kv: as for :func:`meshcp.parallelize`.
 
     Returns:
         A report, the same on every rank: ``assert report.ok, report``. What either run raised is in it, by rank.
@@ -163,7 +165,7 @@ def verify(
         raise PlanError("verify(gradients=True) needs plain parameters, found DTensors; call it before fully_shard")
     groups = _Groups(context, timeout)
     try:
-        return _verify(model, mesh, example_inputs, plan, groups, gradients, tolerance)
+        return _verify(model, mesh, example_inputs, plan, groups, gradients, tolerance, gather_kv)
     finally:
         groups.close()
 
@@ -176,6 +178,7 @@ def _verify(
     groups: _Groups,
     gradients: bool,
     tolerance: float | None,
+    gather_kv: bool,
 ) -> Report:
     context, name = groups.context, type(model).__name__
     on = f"ring {context.ring} x ulysses {context.ulysses}"
@@ -184,7 +187,7 @@ def _verify(
     errors = groups.errors(raised, "without parallelism: ")
     if errors:
         return Report(name, on, (), errors)
-    handle, raised = _attempt(lambda: attach(model, mesh, groups.context, plan))
+    handle, raised = _attempt(lambda: attach(model, mesh, groups.context, plan, gather_kv=gather_kv))
     errors = groups.errors(raised)
     if errors:
         if handle is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .intervals import Interval, merge_intervals, total
-from .shard import shard_interval
+from .shard import shard_interval, shard_sizes
 
 
 class Segment(NamedTuple):
@@ -122,6 +122,17 @@ class SequenceLayout:
         """Canonical positions of the rows of a whole ring block, in canonical order."""
         parts = [part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank)]
         return merge_intervals(sorted(part for part in parts if part[0] < part[1]))
+
+    def over_ring(self) -> SequenceLayout:
+        """The ring blocks as a layout over one axis, each rank holding a block in canonical order::
+
+        5 + 8 tokens on ring 2 x ulysses 2   ->   5 + 8 tokens on 2 ranks:   t0 t1 t2 | i0 i1 i2 i3,   t3 t4 | ...
+        """
+        lengths = self.lengths
+        if self.ulysses_outer:
+            # Ring then cuts each ulysses shard of a stream, as it would cut streams of their own.
+            lengths = tuple(size for length in lengths for size in shard_sizes(length, self.ulysses))
+        return SequenceLayout(lengths, ulysses=self.ring)
 
     def segments(self, ring_rank: int) -> tuple[Segment, ...]:
         """The rows of ring block ``ring_rank`` in canonical order, and where each run lies on its ulysses rank."""

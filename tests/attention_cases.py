@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     kv_replicated: bool = False
     ulysses_on_heads: bool = False
+    gather_kv: bool = False
     seed: int = 0
 
     @property
@@ -44,7 +46,7 @@ class Case:
         mesh = "x".join(f"{name}{degree}" for name, degree in self.mesh)
         keys = self.queries if self.keys is None else self.keys
         text = f"{mesh}-h{self.heads}/{self.kv_heads or self.heads}-s{self.queries}/{keys}-{self.mask}"
-        flags = ("causal", "mask_is_sharded", "kv_replicated", "ulysses_on_heads")
+        flags = ("causal", "mask_is_sharded", "kv_replicated", "ulysses_on_heads", "gather_kv")
         return text + "".join(f"-{flag}" for flag in flags if getattr(self, flag)) + f"-{str(self.dtype)[6:]}"
 
 
@@ -139,15 +141,15 @@ def run_case(case: Case) -> list[Tensor]:
         mask = distribute_tensor(
             mask, mesh, [Shard(dim) if n in ("ring", "ulysses") else Replicate() for n, _ in case.mesh]
         )
-    out = meshcp.attention(
-        *leaves, mask, causal=case.causal, scale=case.scale, enable_gqa=case.kv_heads is not None
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "causal": case.causal, "scale": case.scale, "enable_gqa": case.kv_heads is not None,
+        "gather_kv": case.gather_kv,
+    }  # fmt: skip
+    out = meshcp.attention(*leaves, mask, **options)
     assert isinstance(out, DTensor)
     assert out.placements == tuple(placements)
     with torch.no_grad():
-        silent = meshcp.attention(
-            *leaves, mask, causal=case.causal, scale=case.scale, enable_gqa=case.kv_heads is not None
-        )
+        silent = meshcp.attention(*leaves, mask, **options)
     assert torch.equal(silent.to_local(), out.detach().to_local()), "no_grad changes the result"
     grads = torch.autograd.grad(out, leaves, distribute_tensor(grad, mesh, placements))
     return [x.full_tensor() for x in (out.detach(), *grads)]
@@ -163,6 +165,7 @@ def single_process(case: Case) -> list[Tensor]:
     tensors, mask, grad = inputs(case)
     leaves = [x.requires_grad_() for x in tensors]
     out = torch.nn.functional.scaled_dot_product_attention(
-        *leaves, mask[:, None, None] if mask is not None and mask.ndim == 2 else mask, is_causal=case.causal
-    )
+        *leaves, mask[:, None, None] if mask is not None and mask.ndim == 2 else mask, is_causal=case.causal,
+        enable_gqa=case.kv_heads is not None,
+    )  # fmt: skip
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

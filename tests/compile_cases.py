@@ -35,7 +35,12 @@ def _quiet() -> None:
 
 
 def compiled(
-    rows: list[Row], mesh: Mesh, backend: str, regional: bool = False, dynamic: bool | None = None
+    rows: list[Row],
+    mesh: Mesh,
+    backend: str,
+    regional: bool = False,
+    dynamic: bool | None = None,
+    gather_kv: bool = False,
 ) -> dict[str, Any]:
     """Compile once, run each row (same model, other shapes) twice (other values): differences, and how often it was
     compiled by then."""
@@ -51,7 +56,7 @@ def compiled(
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         expected.append((outputs[0].detach(), grads))
-    meshcp.parallelize(model, make_mesh(mesh))
+    meshcp.parallelize(model, make_mesh(mesh), gather_kv=gather_kv)
     options: dict[str, Any] = {"fullgraph": True, "backend": counter, "dynamic": dynamic}
     if regional:
         model.compile_repeated_blocks(**options)  # type: ignore[operator]
@@ -71,7 +76,12 @@ def compiled(
 
 
 def compiled_with_cache(
-    rows: list[Row], mesh: Mesh, directory: str, backend: str = "inductor", regional: bool = False
+    rows: list[Row],
+    mesh: Mesh,
+    directory: str,
+    backend: str = "inductor",
+    regional: bool = False,
+    gather_kv: bool = False,
 ) -> dict[str, Any]:
     """:func:`compiled` with a cache directory that the ranks share."""
     import os
@@ -81,7 +91,7 @@ def compiled_with_cache(
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     # QwenImage rotates in complex numbers, which inductor leaves to eager kernels, on one process as well.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
-    return compiled(rows, mesh, backend, regional)
+    return compiled(rows, mesh, backend, regional, gather_kv=gather_kv)
 
 
 def differing_inputs(row: Row, in_place: bool) -> str:

@@ -130,8 +130,15 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def compare(row: Row, meshes: tuple[Mesh, ...], gradients_on: tuple[Mesh, ...] = GRADIENTS) -> list[str]:
-    """Run the row on each mesh and without; one line for each difference that is too large."""
+def compare(
+    row: Row,
+    meshes: tuple[Mesh, ...],
+    gradients_on: tuple[Mesh, ...] = GRADIENTS,
+    gathered: tuple[Mesh, ...] = (),
+    gathered_gradients: bool = False,
+) -> list[str]:
+    """Run the row on each mesh, on those of ``gathered`` with KV gathered, and without a mesh; one line for each
+    difference that is too large."""
     model, wrong = build(row), []
     gradients = row.gradients and any(mesh in gradients_on for mesh in meshes)
     with torch.set_grad_enabled(gradients):
@@ -142,20 +149,21 @@ def compare(row: Row, meshes: tuple[Mesh, ...], gradients_on: tuple[Mesh, ...] =
         _loss(expected).backward()
         expected_gradients = _gradients(model)
     before = sorted(model.state_dict())
-    for mesh in meshes:
+    for mesh, gather_kv in [(mesh, False) for mesh in meshes] + [(mesh, True) for mesh in gathered]:
         device_mesh = make_mesh(mesh)
-        with_gradients = gradients and mesh in gradients_on
-        handle = meshcp.parallelize(model, device_mesh, row.plan)
+        with_gradients = gradients and mesh in gradients_on and (not gather_kv or gathered_gradients)
+        handle = meshcp.parallelize(model, device_mesh, row.plan, gather_kv=gather_kv)
+        where = f"{mesh}{', KV gathered' * gather_kv}"
         with torch.set_grad_enabled(with_gradients):
             actual = tensors_of(model(**make_inputs(row)))
         assert len(actual) == len(expected), f"{len(actual)} outputs, expected {len(expected)}"
         for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
             difference = _difference(a.detach(), e.detach())
             if not difference <= row.tolerance:
-                wrong.append(f"{mesh}: output {index} differs by {difference:.1e} ({handle.describe()})")
+                wrong.append(f"{where}: output {index} differs by {difference:.1e} ({handle.describe()})")
         if with_gradients:
             _loss(actual).backward()
-            wrong += _compare_gradients(row, mesh, expected_gradients, _gradients(model), model)
+            wrong += _compare_gradients(row, where, expected_gradients, _gradients(model), model)
         handle.remove()
         assert sorted(model.state_dict()) == before
     with torch.no_grad():
@@ -166,7 +174,7 @@ def compare(row: Row, meshes: tuple[Mesh, ...], gradients_on: tuple[Mesh, ...] =
 
 
 def _compare_gradients(
-    row: Row, mesh: Mesh, expected: dict[str, Tensor | None], actual: dict[str, Tensor | None], model: nn.Module
+    row: Row, where: str, expected: dict[str, Tensor | None], actual: dict[str, Tensor | None], model: nn.Module
 ) -> list[str]:
     wrong = []
     shapes = dict(model.named_parameters())
@@ -184,7 +192,7 @@ def _compare_gradients(
         scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-6 * largest)
         difference = float((mean - want).abs().max()) / scale if want.numel() else 0.0
         if not difference <= row.gradient_tolerance:
-            wrong.append(f"{mesh}: gradient of {name} differs by {difference:.1e}")
+            wrong.append(f"{where}: gradient of {name} differs by {difference:.1e}")
     return wrong
 
 

@@ -538,25 +538,30 @@ def test_a_cache_that_cannot_agree_is_refused(
         assert remedy in said
 
 
-def backend_without_lse(before: bool) -> str:
+def backend_without_lse(before: bool, gather_kv: bool = False) -> str:
     import warnings
 
     warnings.simplefilter("ignore")
     model = model_cases.build(_row(FLUX))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    with torch.no_grad():
+        expected = _outputs(model, Thing(set_processors))
     try:
         if before:
             put_backend("flex", model)
-            meshcp.parallelize(model, mesh)
+            meshcp.parallelize(model, mesh, gather_kv=gather_kv)
         else:
-            meshcp.parallelize(model, mesh)
+            meshcp.parallelize(model, mesh, gather_kv=gather_kv)
             put_backend("flex", model)
-            _outputs(model, Thing(set_processors))
+        # Flex attention has no backward pass on the CPU.
+        with torch.no_grad():
+            found = _outputs(model, Thing(set_processors))
     except meshcp.AttentionError as error:
         return str(error)
     finally:
         _reset_active_backend()
-    return "not refused"
+    errors = [float((a - e).abs().max() / e.abs().max()) for a, e in zip(found, expected, strict=True)]
+    return "right" if max(errors) < 1e-10 else f"wrong by {errors}"
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -564,6 +569,13 @@ def test_a_backend_without_log_sum_exp_is_refused_for_ring(pool: Pool, before: b
     for said in pool.run(2, backend_without_lse, before):
         assert "flex" in said, said
         assert "native" in said, said
+        assert "gather_kv=True" in said, said
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_gathered_keys_need_no_log_sum_exp(pool: Pool, before: bool) -> None:
+    for said in pool.run(2, backend_without_lse, before, gather_kv=True):
+        assert said == "right"
 
 
 def test_processors_come_back_as_they_were_and_keep_what_was_chosen_meanwhile() -> None:

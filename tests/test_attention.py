@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -60,7 +61,10 @@ def cases_on(axes: tuple[tuple[str, int], ...]) -> list[Case]:
     ]
     masks = [Case(axes, heads=5, queries=11, keys=13, mask=mask) for mask in MASKS[1:]]
     sharded = [Case(axes, heads=3, queries=11, mask=mask, mask_is_sharded=True) for mask in ("key_bool", "query_bool")]
-    return plain + masks + sharded
+    cases = plain + masks + sharded
+    if dict(axes).get("ring", 1) > 1:
+        cases += [dataclasses.replace(case, gather_kv=True) for case in cases if not case.kv_replicated]
+    return cases
 
 
 def valid(case: Case) -> bool:
@@ -101,6 +105,14 @@ def test_half_precision_is_no_worse_than_one_process(
         Case(axes, heads=5, queries=61, width=16, batch=2, dtype=dtype, mask=mask, causal=causal)
         for mask, causal in (("none", False), ("key_bool", False), ("head_additive", False), ("none", True))
     ]
+    # KV heads that several ranks compute with, so that each has a part of their gradient.
+    cases += [
+        Case(axes, heads=heads, kv_heads=kv_heads, queries=61, width=16, dtype=dtype, mask=mask, seed=seed)
+        for heads, kv_heads in ((8, 2), (2, 1))
+        for mask, seed in (("none", 0), ("head_additive", 1), ("none", 2), ("none", 7))
+    ]
+    if "ring" in dict(axes):
+        cases += [dataclasses.replace(case, gather_kv=True) for case in cases]
     by_rank = pool.run(cases[0].world, attention_cases.run_cases, cases)
     for index, case in enumerate(cases):
         exact = reference(dataclasses.replace(case, dtype=dtype), torch.float32)
@@ -135,6 +147,7 @@ def random_case(draw: st.DrawFn) -> Case:
         causal=mask == "none" and draw(st.booleans()),
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
         kv_replicated=replicated,
+        gather_kv=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -253,7 +266,7 @@ def test_gradients_lie_alike_on_every_rank_and_equal_meshes_do_not_mix(pool: Poo
 
 
 def second_derivatives() -> dict[str, tuple[float, str]]:
-    """For each axis: the error of the second derivatives, or of the first if there are none, and what is said."""
+    """For each mode: the error of the second derivatives, or of the first if there are none, and what is said."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -278,39 +291,40 @@ def second_derivatives() -> dict[str, tuple[float, str]]:
     want = first(lambda q, k, v: attention_cases.softmax_attention(q, k, v, None, False, None), plain)
     want_second = second(want, plain)
     results = {}
-    for axis in ("ulysses", "ring"):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    for mode in ("ulysses", "ring", "gathered"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses" if mode == "ulysses" else "ring",))
         leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
         with sdpa_kernel(SDPBackend.MATH):
-            grads = first(meshcp.attention, leaves)
+            grads = first(functools.partial(meshcp.attention, gather_kv=mode == "gathered"), leaves)
             try:
-                results[axis] = error(second(grads, leaves), want_second), "computed"
+                results[mode] = error(second(grads, leaves), want_second), "computed"
             except meshcp.AttentionError as refused:
-                results[axis] = error(grads, want), str(refused)
+                results[mode] = error(grads, want), str(refused)
     return results
 
 
 def test_second_derivatives_are_right_or_refused(pool: Pool) -> None:
     for result in pool.run(2, second_derivatives):
-        assert result["ulysses"][0] < 1e-12
-        assert result["ulysses"][1] == "computed"
+        for mode in ("ulysses", "gathered"):
+            assert result[mode][0] < 1e-12
+            assert result[mode][1] == "computed"
         assert result["ring"][0] < 1e-12
         assert "the gradient of ring attention is differentiated once more" in result["ring"][1]
 
 
 def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:
-    """Dtypes of the output and of a gradient, and the output's error, on ulysses and on ring."""
+    """Dtypes of the output and of a gradient, and the output's error, on ulysses, on ring and with KV gathered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     tensors = [torch.randn(1, 4, 13, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     want = attention_cases.softmax_attention(*tensors, None, False, None)
     found = []
-    for axis in ("ulysses", "ring"):
+    for axis, gather_kv in (("ulysses", False), ("ring", False), ("ring", True)):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(axis,))
         leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
         with torch.autocast("cpu", torch.bfloat16):
-            out = meshcp.attention(*leaves, torch.zeros(1, 1, 13, 13))
+            out = meshcp.attention(*leaves, torch.zeros(1, 1, 13, 13), gather_kv=gather_kv)
         out.sum().backward()
         assert isinstance(leaves[0].grad, DTensor)
         error = float((out.detach().full_tensor() - want).abs().max() / want.abs().max())

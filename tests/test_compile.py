@@ -80,11 +80,10 @@ def test_repeated_blocks_compile_once_a_class(pool: Pool) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("model", ["wan", "qwenimage"])
-def test_other_models_compile_to_one_graph(pool: Pool, model: str) -> None:
-    check(
-        pool.run(2, compile_cases.compiled, PAIRS[model][1:], MESHES[0], "aot_eager", timeout=300), [1, 1], 1e-6, 1e-4
-    )
+@pytest.mark.parametrize(("model", "mesh", "gather_kv"), [("wan", MESHES[0], False), ("qwenimage", MESHES[1], True)])
+def test_other_models_compile_to_one_graph(pool: Pool, model: str, mesh: Mesh, gather_kv: bool) -> None:
+    results = pool.run(2, compile_cases.compiled, PAIRS[model][1:], mesh, "aot_eager", gather_kv=gather_kv, timeout=300)
+    check(results, [1, 1], 1e-6, 1e-4)
 
 
 @pytest.mark.timeout(400)
@@ -119,17 +118,20 @@ def test_a_model_compiles_beneath_its_guidance(pool: Pool) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(f"{name}{degree}" for name, degree in mesh))
+@pytest.mark.parametrize("gather_kv", [False, True], ids=["passed", "gathered"])
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
 @pytest.mark.parametrize("model", PAIRS)
 def test_every_mode_compiles_once_a_shape(
-    pool: Pool, tmp_path: Path, model: str, regional: bool, mesh: Mesh, backend: str
+    pool: Pool, tmp_path: Path, model: str, regional: bool, gather_kv: bool, mesh: Mesh, backend: str
 ) -> None:
+    if gather_kv and "ring" not in dict(mesh):
+        pytest.skip("nothing to gather without ring")
     world = math.prod(degree for _, degree in mesh)
     # FLUX has two classes of blocks.
     once = 2 if regional and model == "flux" else 1
     for _ in range(2 if backend == "inductor" else 1):
         results = pool.run(
             world, compile_cases.compiled_with_cache, PAIRS[model], mesh, os.fspath(tmp_path), backend, regional,
-            timeout=1000,
+            gather_kv, timeout=1000,
         )  # fmt: skip
         check(results, [once, once, 2 * once, 2 * once], tolerance=2e-5, gradients=1e-4)

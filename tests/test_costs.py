@@ -31,13 +31,14 @@ class Traffic:
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, rank: int, ulysses_rank: int) -> Iterator[Traffic]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     traffic = Traffic()
     original_start = collectives.RingExchange.start
 
     def all_to_all(x: torch.Tensor, receive: list[int], send: list[int], group: str) -> torch.Tensor:
         assert x.numel() == sum(send), "the wire holds more than its payload"
-        traffic.all_to_all += (sum(send) - send[ulysses_rank]) * x.element_size()
+        own = send[collectives._compat.resolve_group(group).rank()]
+        traffic.all_to_all += (sum(send) - own) * x.element_size()
         traffic.operations["all_to_all"] += 1
         # The simulated group refuses what the real ones allow, an empty input with a full output.
         return x.new_zeros(sum(receive))
@@ -56,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, rank: int, ulysses_rank: int) -> It
 
 def run_layer(
     monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, rank: int, *, heads: int, kv_heads: int, length: int,
-    keys: int | None = None, replicated: bool = False, width: int = 4, batch: int = 2,
+    keys: int | None = None, replicated: bool = False, width: int = 4, batch: int = 2, gather_kv: bool = False,
 ) -> Traffic:  # fmt: skip
     """One attention as rank ``rank`` of a simulated world sees it."""
     with fake_world(ring * ulysses, rank):
@@ -76,8 +77,8 @@ def run_layer(
         kv: list[Placement] = [Replicate(), Replicate()] if replicated else sharded
         q = make(heads, length, sharded)
         k, v = (make(kv_heads, keys or length, kv) for _ in range(2))
-        with counted(monkeypatch, rank, rank % ulysses) as traffic:
-            meshcp.attention(q, k, v, enable_gqa=heads != kv_heads)
+        with counted(monkeypatch) as traffic:
+            meshcp.attention(q, k, v, enable_gqa=heads != kv_heads, gather_kv=gather_kv)
         return traffic
 
 
@@ -94,6 +95,33 @@ def test_bytes_are_those_of_the_formula(
     assert traffic.ring == size / p * 2 * f * (ring - 1)
     assert traffic.operations["all_to_all"] == (2 if ulysses > 1 else 0)
     assert traffic.operations["ring"] == ring - 1
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2), (4, 2), (8, 8)])
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_gathered_keys_are_one_collective_of_the_bytes_of_the_ring(
+    monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int
+) -> None:
+    heads, length, width, batch = 16, 128, 4, 2
+    size = batch * length * heads * width * 4
+    f, p = kv_heads / heads, ring * ulysses
+    traffic = run_layer(
+        monkeypatch, ring, ulysses, p - 1, heads=heads, kv_heads=kv_heads, length=length, gather_kv=True
+    )
+    assert traffic.all_to_all == size / p * (2 * (1 + f) * (ulysses - 1) / ulysses + 2 * f * (ring - 1))
+    assert traffic.operations == {"all_to_all": 3 if ulysses > 1 else 1}
+
+
+@pytest.mark.parametrize(("ring", "length", "keys"), [(4, 13, 13), (3, 2, 2), (16, 37, 37), (4, 10, 3)])
+def test_gathered_keys_hold_no_padding(monkeypatch: pytest.MonkeyPatch, ring: int, length: int, keys: int) -> None:
+    heads, kv_heads, width, batch = 6, 3, 4, 2
+    sent = [
+        run_layer(
+            monkeypatch, ring, 1, rank, heads=heads, kv_heads=kv_heads, length=length, keys=keys, gather_kv=True
+        ).all_to_all
+        for rank in range(ring)
+    ]
+    assert sum(sent) == (ring - 1) * keys * 2 * kv_heads * width * batch * 4
 
 
 @pytest.mark.parametrize(
@@ -129,11 +157,11 @@ def test_replicated_keys_cause_no_communication(monkeypatch: pytest.MonkeyPatch)
     assert not traffic.operations
 
 
-def count_collectives(ring: int, ulysses: int) -> tuple[dict[str, int], dict[str, int]]:
+def count_collectives(ring: int, ulysses: int, gather_kv: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of a FLUX forward, and of its backward."""
     model, row = build(flux.EVEN), flux.EVEN
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    meshcp.parallelize(model, mesh)
+    meshcp.parallelize(model, mesh, gather_kv=gather_kv)
     model(**make_inputs(row))
     forward, backward = CommDebugMode(), CommDebugMode()
     with forward:
@@ -145,12 +173,16 @@ def count_collectives(ring: int, ulysses: int) -> tuple[dict[str, int], dict[str
     return tuple({str(op): n for op, n in mode.get_comm_counts().items()} for mode in (forward, backward))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
-def test_a_flux_forward_is_two_exchanges_a_layer_and_one_gather_an_axis(pool: Pool, ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "gather_kv"), [(1, 2, False), (2, 1, False), (2, 2, False), (2, 1, True), (2, 2, True)]
+)
+def test_a_flux_forward_is_two_exchanges_a_layer_and_one_gather_an_axis(
+    pool: Pool, ring: int, ulysses: int, gather_kv: bool
+) -> None:
     layers = 4
-    exchanges = 2 * layers if ulysses > 1 else 0
+    exchanges = ((2 if ulysses > 1 else 0) + gather_kv) * layers
     axes = (ring > 1) + (ulysses > 1)
-    for forward, backward in pool.run(ring * ulysses, count_collectives, ring, ulysses):
+    for forward, backward in pool.run(ring * ulysses, count_collectives, ring, ulysses, gather_kv):
         assert sum(n for op, n in forward.items() if "all_to_all" in op) == exchanges
         assert sum(n for op, n in forward.items() if "all_gather" in op) == axes
         assert sum(forward.values()) == exchanges + axes

@@ -85,7 +85,7 @@ def save_tiny_pipeline(folder: Path) -> None:
     pipe.save_pretrained(folder)
 
 
-def draw(folder: Path, out: Path, ring: int) -> list[str]:
+def draw(folder: Path, out: Path, ring: int, *more: str) -> list[str]:
     """The script in a process that has its group already; returns what it printed."""
     import io
 
@@ -100,7 +100,7 @@ def draw(folder: Path, out: Path, ring: int) -> list[str]:
     example.processes = joined
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
-        example.main(options(folder, out, ring))
+        example.main([*options(folder, out, ring), *more])
     return said.getvalue().splitlines()
 
 
@@ -121,8 +121,9 @@ def test_the_picture_is_that_of_a_single_process(
         monkeypatch.delenv(name, raising=False)
     load_example().main(options(tmp_path / "model", tmp_path / "alone.png"))
     assert "on ring 1 x ulysses 1" in capsys.readouterr().out
-    printed = pool.run(3, draw, tmp_path / "model", tmp_path / "parallel.png", 3, timeout=100)
+    printed = pool.run(3, draw, tmp_path / "model", tmp_path / "parallel.png", 3, "--gather-kv", timeout=100)
     assert "on ring 3 x ulysses 1" in printed[0][0]
+    assert "ring 0/3 (KV gathered)" in printed[0][1]
     assert not printed[1]
     alone, parallel = (numpy.asarray(Image.open(tmp_path / f"{n}.png")).astype(int) for n in ("alone", "parallel"))
     assert alone.shape == (24, 40, 3)

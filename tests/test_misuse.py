@@ -47,8 +47,10 @@ def disagreements() -> dict[str, str]:
     odd, said = dist.get_rank() == 1, {}
     inputs = make_inputs(flux.EVEN)
 
-    def told(case: str, model: Any, mesh: DeviceMesh, plan: meshcp.Plan | None = None, **given: Any) -> None:
-        meshcp.parallelize(model, mesh, plan)
+    def told(
+        case: str, model: Any, mesh: DeviceMesh, plan: meshcp.Plan | None = None, gather_kv: bool = False, **given: Any
+    ) -> None:
+        meshcp.parallelize(model, mesh, plan, gather_kv=gather_kv)
         try:
             model(**{**inputs, **given})
             said[case] = "accepted"
@@ -73,6 +75,7 @@ def disagreements() -> dict[str, str]:
     told("shard", model, mesh)
     odd_bias = 1e-6 * odd
     told("whole", *tensor_parallel())
+    told("gather_kv", *tensor_parallel(), gather_kv=odd)
     names = ("ulysses", "ring") if odd else ("ring", "ulysses")
     local = meshcp.Plan({**dict(FLUX.entries), "single_transformer_blocks.*.attn": meshcp.LocalAttention()})
     for case, chosen, axes in (("plan", local if odd else FLUX, names[:: -1 if odd else 1]), ("mesh", FLUX, names)):
@@ -88,6 +91,7 @@ def test_ranks_that_disagree_are_told_of_it_all(pool: Pool) -> None:
         # Rank 3 holds the same shard as rank 1, which differs; both ranks of tp 0 hear of it.
         assert "proj_out.bias on ranks [1]; single_transformer_blocks.0.proj_out.weight on ranks [3]" in said["shard"]
         assert "x_embedder.bias on ranks [1] (compared with rank 0," in said["whole"]
+        assert "gather_kv on ranks [1] (compared with rank 0; rank 0 has False; rank 1 has True)" in said["gather_kv"]
         assert said["plan"].startswith("PlanError: context-parallel ranks do not run the same: plan entry 'single_tr")
         assert "rank 1 has (LocalAttention(),)" in said["plan"]
         assert "mesh axes on ranks [1] (compared with rank 0; rank 0 has {'ring': 2, 'ulysses': 2}" in said["mesh"]

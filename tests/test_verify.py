@@ -77,7 +77,7 @@ def test_a_right_plan_is_found_right(pool: Pool, mesh: Mesh) -> None:
         assert report.differences[0].name == "output.sample"
         assert sum(d.kind == "gradient" for d in report.differences) > 50
     # Twice in the same processes: the groups of the first are gone.
-    assert all(ok for ok, _, _ in pool.run(world, _run, mesh))
+    assert all(ok for ok, _, _ in pool.run(world, _run, mesh, gather_kv=True))
 
 
 def test_a_wrong_plan_is_found_wrong_on_every_rank(pool: Pool) -> None:

@@ -30,6 +30,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
+    gather_kv: bool = False,
 ) -> torch.Tensor:
     """Scaled dot product attention over a sequence that is sharded over the ``ring`` and ``ulysses`` axes of a mesh.
 
@@ -48,6 +49,8 @@ def attention(
         scale: factor of the scores; ``D ** -0.5`` by default.
         enable_gqa: allows G to be a divisor of H.
         dropout_p: for plain tensors only. Dropout is refused for DTensors: its mask would depend on the mesh.
+        gather_kv: over ``ring``, gather keys and values in one collective in the place of passing them round: see
+            :func:`meshcp.parallelize`. Plain tensors have nothing to gather.
 
     Returns:
         ``[B, H, S, E]`` with the placements of q.
@@ -57,7 +60,8 @@ def attention(
         MeshError: a mesh without ``ring`` or ``ulysses``.
 
     Self-attention costs two collectives over ``ulysses`` (one all-to-all for q, k, v, one for the output) and
-    ``ring - 1`` point-to-point exchanges of KV. Ulysses: Jacobs et al. 2023; ring: Liu et al. 2023.
+    ``ring - 1`` point-to-point exchanges of KV, or one all-to-all with ``gather_kv``. Ulysses: Jacobs et al. 2023;
+    ring: Liu et al. 2023.
     """
     tensors = (q, k, v)
     sharded = [isinstance(x, DTensor) for x in tensors]
@@ -77,11 +81,18 @@ def attention(
             f"dropout_p={dropout_p}: dropout inside distributed attention would draw another mask than one process "
             "does; use dropout_p=0.0 (model.eval(), or dropout on the output)"
         )
-    return _sharded_attention(q, k, v, mask, causal, scale, enable_gqa)  # type: ignore[arg-type]
+    return _sharded_attention(q, k, v, mask, causal, scale, enable_gqa, gather_kv)  # type: ignore[arg-type]
 
 
 def _sharded_attention(
-    q: DTensor, k: DTensor, v: DTensor, mask: torch.Tensor | None, causal: bool, scale: float | None, enable_gqa: bool
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    gather_kv: bool,
 ) -> DTensor:
     mesh = q.device_mesh
     if k.device_mesh != mesh or v.device_mesh != mesh:
@@ -123,7 +134,7 @@ def _sharded_attention(
         # No heads here (tensor parallel over more ranks than heads): the ranks of this ring are all idle.
         out = nothing(q_local, k_local, v_local)
     else:
-        plan = _call_plan(context, layouts[0], None if whole else layouts[1], heads, kv_heads)
+        plan = _call_plan(context, layouts[0], None if whole else layouts[1], heads, kv_heads, gather_kv)
         out = plan.run(q_local, k_local, v_local, mask, causal=causal, scale=scale)
     shape = torch.Size((*q.shape[:3], v.shape[-1]))
     _, all_heads, rows, width = shape
@@ -134,9 +145,9 @@ def _sharded_attention(
 
 @functools.lru_cache(maxsize=256)
 def _call_plan(
-    context: ContextMesh, q: SequenceLayout, kv: SequenceLayout | None, heads: int, kv_heads: int
+    context: ContextMesh, q: SequenceLayout, kv: SequenceLayout | None, heads: int, kv_heads: int, gather_kv: bool
 ) -> CallPlan:
-    return CallPlan(context, q, kv, heads, kv_heads)
+    return CallPlan(context, q, kv, heads, kv_heads, gather_kv)
 
 
 def _check_shapes(q: DTensor, k: DTensor, v: DTensor, enable_gqa: bool) -> None:

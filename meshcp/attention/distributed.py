@@ -1,21 +1,22 @@
-"""The way of one attention call: shard of the sequence -> heads -> kernel or ring -> shard of the sequence.
+"""The way of one attention call: shard of the sequence -> heads -> ring, or KV gathered and kernel -> shard again.
 
 Shapes: B batch, H query heads, G KV heads, S this rank's query rows, K this rank's KV rows, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import AttentionError, LayoutError
 from ..mesh import ContextMesh
-from ..placements import HeadLayout, SequenceLayout, select, total
+from ..placements import HeadLayout, Interval, SequenceLayout, select, total
+from .kernels import unrounded_dtype
 from .masks import canonical_mask, positions, select_broadcast
 from .op import flatten_intervals
-from .ulysses import Bundle, Exchange, to_heads, to_sequence
+from .ulysses import Bundle, Exchange, overlap, to_heads, to_sequence
 
 LocalKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, float | None], torch.Tensor
@@ -41,13 +42,20 @@ class CallPlan:
     """Everything about an attention call that follows from layouts and head counts: made once, used every layer."""
 
     def __init__(
-        self, context: ContextMesh, q: SequenceLayout, kv: SequenceLayout | None, heads: int, kv_heads: int
+        self,
+        context: ContextMesh,
+        q: SequenceLayout,
+        kv: SequenceLayout | None,
+        heads: int,
+        kv_heads: int,
+        gather_kv: bool = False,
     ) -> None:
         """
         Args:
             context: the mesh.
             q, kv: layouts of queries and of keys and values; ``kv`` None where KV is replicated.
             heads, kv_heads: query and KV head counts before the all-to-all.
+            gather_kv: over the ring axis, gather keys and values in the place of passing them round.
 
         Raises:
             AttentionError: KV heads that do not divide the query heads.
@@ -77,6 +85,15 @@ class CallPlan:
             else:
                 bundles = [query_bundle, Bundle(kv, (shared, shared), (kv_heads, kv_heads))]
             self._in, self._out = Exchange(bundles, *where), Exchange([query_bundle], *where)
+        # Where a KV head is computed with on several ranks, its gradient is the sum of theirs.
+        self._shared = overlap(shared)
+        self._gather: Exchange | None = None
+        if kv is not None and context.ring > 1 and gather_kv:
+            # As a redistribution: from shards of the sequence to shards of the heads, where everybody's are all heads.
+            count = total((shared[context.ulysses_rank],))
+            everybody = ((0, count),) * context.ring
+            gathered = Bundle(kv.over_ring(), (everybody, everybody), (count, count))
+            self._gather = Exchange([gathered], context.ring_group, 0, context.ring_rank)
 
     def describe_heads(self) -> str:
         """The query heads that this rank computes with, as text."""
@@ -102,7 +119,7 @@ class CallPlan:
         Args:
             q_BHSD, k_BGKD, v_BGKD: this rank's shard (KV whole where it is replicated), any strides.
             mask: in global form, or None.
-            local: what computes once the heads are sharded, where nothing travels round a ring.
+            local: what computes once the heads are sharded and the keys whole, where nothing travels round a ring.
             kernel: name of the kernel for the ring.
             rows_are_batch: see :func:`canonical_mask`.
             held: the tensors carry stand-ins for streams of which the rank has no rows (``SequenceLayout.held``);
@@ -122,19 +139,28 @@ class CallPlan:
             keys = self.kv.length if self.kv is not None else k_BGKD.shape[2]
             mask = canonical_mask(mask, q_BHSD.shape[0], self.heads, self.q.length, keys, rows_are_batch=rows_are_batch)
         if self.kv is None:
-            return self._over_replicated(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local)
+            rows = self.q.rows(context.ring_rank, context.ulysses_rank)
+            return _over_whole_keys(q_BHSD, k_BGKD, v_BGKD, mask, rows, causal, scale, local)
+        unrounded = unrounded_dtype(q_BHSD)
         if self._in is not None and self._out is not None:
+            dtype = unrounded if self._shared else None
             if self.kv == self.q:
-                ((q, k, v),) = to_heads(self._in, [[q_BHSD, k_BGKD, v_BGKD]])
+                ((q, k, v),) = to_heads(self._in, [[q_BHSD, k_BGKD, v_BGKD]], dtype)
             else:
-                (q,), (k, v) = to_heads(self._in, [[q_BHSD], [k_BGKD, v_BGKD]])
-            k, v = self._align_kv(k), self._align_kv(v)
+                (q,), (k, v) = to_heads(self._in, [[q_BHSD], [k_BGKD, v_BGKD]], dtype)
             if mask is not None:
                 mask = select_broadcast(mask, 1, (self._query_heads,))
         else:
             q, k, v = q_BHSD, k_BGKD, v_BGKD
+        if self._gather is not None:
+            ((k, v),) = to_heads(self._gather, [[k, v]], unrounded)
+        q, k, v = q.to(k.dtype), self._align_kv(k), self._align_kv(v)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(q.dtype)
         out: torch.Tensor
-        if context.ring > 1:
+        if self._gather is not None:
+            out = _over_whole_keys(q, k, v, mask, self._q_rows, causal, scale, local)
+        elif context.ring > 1:
             if mask is not None:
                 mask = select_broadcast(mask, 2, self._q_rows)
             out, _ = torch.ops.meshcp.attention(
@@ -147,6 +173,7 @@ class CallPlan:
             out = local(q, k, v, mask, causal, scale)
         else:
             out = nothing(q, k, v)
+        out = out.to(q_BHSD.dtype)
         if self._out is not None:
             ((out,),) = to_sequence(self._out, [[out]])
         return out
@@ -187,25 +214,26 @@ class CallPlan:
             return x
         return torch.cat([x[:, i : i + 1] for i in index], 1)
 
-    def _over_replicated(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-        local: LocalKernel,
-    ) -> torch.Tensor:
-        rows = self.q.rows(self.context.ring_rank, self.context.ulysses_rank)
-        if causal:
-            keys = torch.arange(k.shape[2], device=q.device)
-            mask, causal = (positions(rows, q.device)[:, None] >= keys)[None, None], False
-        elif mask is not None:
-            mask = select_broadcast(mask, 2, [row for row in rows if row[0] < row[1]])
-        if not (q.numel() and k.numel()):
-            return nothing(q, k, v)
-        return local(q, k, v, mask, causal, scale)
+
+def _over_whole_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    rows: Sequence[Interval],
+    causal: bool,
+    scale: float | None,
+    local: LocalKernel,
+) -> torch.Tensor:
+    """Attention of the queries at the canonical positions ``rows`` over all keys, with the rows of the mask there."""
+    if causal:
+        keys = torch.arange(k.shape[2], device=q.device)
+        mask, causal = (positions(rows, q.device)[:, None] >= keys)[None, None], False
+    elif mask is not None:
+        mask = select_broadcast(mask, 2, [row for row in rows if row[0] < row[1]])
+    if not (q.numel() and k.numel()):
+        return nothing(q, k, v)
+    return local(q, k, v, mask, causal, scale)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

@@ -339,8 +339,8 @@ def choose_kernel(name: str, call: KernelCall) -> Kernel:
     if name not in KERNELS:
         raise AttentionError(
             f"attention backend {name!r} gives no log-sum-exp that meshcp can merge, which ring > 1 needs; "
-            f"use one of {', '.join(WITH_LSE)} (model.set_attention_backend), or put all ranks on the ulysses axis, "
-            "where every backend works"
+            f"use one of {', '.join(WITH_LSE)} (model.set_attention_backend), or a backend of your choice with "
+            "gather_kv=True or all ranks on the ulysses axis"
         )
     kernel = KERNELS[name]
     if (reason := kernel.misfit(call)) is not None:
@@ -349,6 +349,17 @@ def choose_kernel(name: str, call: KernelCall) -> Kernel:
             "that fits"
         )
     return kernel
+
+
+def unrounded_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype to compute in where every rank makes a part of a gradient and the parts are summed.
+
+    As with the blocks of a ring (:attr:`Kernel.compute`), rounding each part to half precision would add up to more
+    than one process's single rounding; the CPU, where results are proved, computes in fp32.
+    """
+    compute = _CPU_FLASH.compute
+    half = x.dtype in _HALF and x.device.type in _CPU_FLASH.devices
+    return compute if half and compute is not None else x.dtype
 
 
 def finite_lse(lse: torch.Tensor) -> torch.Tensor:

@@ -109,15 +109,15 @@ class Exchange:
     def _regions(self, by_heads: list[list[int]]) -> Iterator[_Region]:
         """The regions of the heads side, without the empty ones.
 
-        Ranks whose regions are alike, and whose heads follow each other, are taken together, so that an even exchange
-        is one copy a tensor.
+        Ranks whose regions are alike, and whose heads follow each other or are the same, are taken together, so that an
+        even exchange is one copy a tensor.
         """
         sizes = [sum(parts) for parts in by_heads]
         for b, bundle in enumerate(self.bundles):
             rank = 0
             while rank < self.degree:
                 last = rank + 1
-                while last < self.degree and sizes[last] == sizes[rank] and _follows(bundle.heads, rank, last):
+                while last < self.degree and sizes[last] == sizes[rank] and _alike(bundle.heads, rank, last):
                     last += 1
                 if by_heads[rank][b]:
                     inner = sum(by_heads[rank][:b])
@@ -140,7 +140,8 @@ class Exchange:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         """Each tensor's part of each region of ``flat`` and what it corresponds to in the tensor, both
 
-        ``[ranks, S, B, heads, D]``, and whether several ranks hold those heads.
+        ``[ranks, S, B, heads, D]``, the latter with 1 in the place of ranks that hold the same heads, and whether
+        several ranks hold some of the tensor's heads.
         """
         for b, rank, many, base, stride, inner, size in geometry.regions:
             column = geometry.columns[b][rank]
@@ -150,9 +151,10 @@ class Exchange:
                 tensors[b], self.bundles[b].heads, column.starts, column.shapes, strict=True
             ):
                 if count:
-                    part = tensor.narrow(1, heads[rank][0], many * count).unflatten(1, (many, count))
+                    runs = 1 if many > 1 and heads[rank] == heads[rank + 1] else many
+                    part = tensor.narrow(1, heads[rank][0], runs * count).unflatten(1, (runs, count))
                     there = wire.narrow(3, start, count * width).unflatten(3, (count, width))
-                    yield there, part.permute(1, 3, 0, 2, 4), _overlap(heads)
+                    yield there, part.permute(1, 3, 0, 2, 4), overlap(heads)
 
     def to_heads(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """``[B, H, S local, D]`` -> ``[B, H of this rank, S of the ring block, D]``, bundle by bundle."""
@@ -198,7 +200,7 @@ class Exchange:
         ]
         for there, here, shared in self._pairs(received, geometry, results):
             if shared:
-                here.add_(there)
+                here.add_(there if len(here) == len(there) else there.sum(0, keepdim=True))
             else:
                 here.copy_(there)
         return results
@@ -231,14 +233,17 @@ class _Geometry:
     pieces: list[tuple[Interval, ...]]
 
 
-def _follows(heads: Sequence[Sequence[Interval]], first: int, rank: int) -> bool:
-    """Whether ``rank`` has as many heads of every tensor as ``first``, and they begin where its predecessor's end."""
-    return all(
-        total((tensor[rank],)) == total((tensor[first],)) and tensor[rank][0] == tensor[rank - 1][1] for tensor in heads
-    )
+def _alike(heads: Sequence[Sequence[Interval]], first: int, rank: int) -> bool:
+    """Whether ``rank`` has as many heads of every tensor as ``first``, each following its predecessor's or being the
+    same, whichever it is between ``first`` and the next."""
+    for tensor in heads:
+        count, step = total((tensor[first],)), tensor[first + 1][0] - tensor[first][0]
+        if total((tensor[rank],)) != count or step not in (0, count) or tensor[rank][0] - tensor[rank - 1][0] != step:
+            return False
+    return True
 
 
-def _overlap(heads: Sequence[Interval]) -> bool:
+def overlap(heads: Sequence[Interval]) -> bool:
     """Whether some head is held by several ranks."""
     return any(after[0] < before[1] for before, after in itertools.pairwise(heads))
 
@@ -246,7 +251,7 @@ def _overlap(heads: Sequence[Interval]) -> bool:
 def _output(
     like: torch.Tensor, batch: int, heads: int, rows: int, width: int, ranks: Sequence[Interval]
 ) -> torch.Tensor:
-    make = like.new_zeros if _overlap(ranks) or total(ranks) < heads else like.new_empty
+    make = like.new_zeros if overlap(ranks) or total(ranks) < heads else like.new_empty
     return make(batch, rows, heads, width).transpose(1, 2)
 
 
@@ -268,14 +273,16 @@ def _rows_of(bundle: Sequence[torch.Tensor], batch: int, rows: int, column: _Col
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, sizes: tuple[int, ...], *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.sizes = exchange, sizes
-        return tuple(x for bundle in exchange.to_heads(_bundled(flat, sizes)) for x in bundle)
+    def forward(
+        ctx: Any, exchange: Exchange, sizes: tuple[int, ...], dtype: torch.dtype, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.sizes, ctx.dtype = exchange, sizes, flat[0].dtype
+        return tuple(x.to(dtype) for bundle in exchange.to_heads(_bundled(flat, sizes)) for x in bundle)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         back = ctx.exchange.to_sequence(_bundled(grads, ctx.sizes))
-        return None, None, *(x for bundle in back for x in bundle)
+        return None, None, None, *(x.to(ctx.dtype) for bundle in back for x in bundle)
 
 
 class _ToSequence(torch.autograd.Function):
@@ -298,20 +305,33 @@ def _bundled(flat: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[to
     return bundles
 
 
-def _apply(function: Any, plain: Any, exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> Any:
-    if torch.is_grad_enabled() and any(x.requires_grad for bundle in tensors for x in bundle):
-        sizes = tuple(len(bundle) for bundle in tensors)
-        return _bundled(function.apply(exchange, sizes, *(x for bundle in tensors for x in bundle)), sizes)
-    return plain(tensors)
+def _flat(tensors: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [x for bundle in tensors for x in bundle]
 
 
-def to_heads(exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Sequence shard to head shard, one collective, differentiable: see :meth:`Exchange.to_heads`."""
-    result: list[list[torch.Tensor]] = _apply(_ToHeads, exchange.to_heads, exchange, tensors)
-    return result
+def _trains(tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _flat(tensors))
+
+
+def to_heads(
+    exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype | None = None
+) -> list[list[torch.Tensor]]:
+    """Sequence shard to head shard, one collective, differentiable: see :meth:`Exchange.to_heads`.
+
+    Args:
+        dtype: of what is returned. Gradients come back in it, are summed in it where several ranks hold a head, and
+            only then rounded to the dtype of ``tensors``, in which these travel.
+    """
+    dtype = tensors[0][0].dtype if dtype is None else dtype
+    if not _trains(tensors):
+        return [[x.to(dtype) for x in bundle] for bundle in exchange.to_heads(tensors)]
+    sizes = tuple(len(bundle) for bundle in tensors)
+    return _bundled(_ToHeads.apply(exchange, sizes, dtype, *_flat(tensors)), sizes)
 
 
 def to_sequence(exchange: Exchange, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """Head shard to sequence shard, one collective, differentiable: see :meth:`Exchange.to_sequence`."""
-    result: list[list[torch.Tensor]] = _apply(_ToSequence, exchange.to_sequence, exchange, tensors)
-    return result
+    if not _trains(tensors):
+        return exchange.to_sequence(tensors)
+    sizes = tuple(len(bundle) for bundle in tensors)
+    return _bundled(_ToSequence.apply(exchange, sizes, *_flat(tensors)), sizes)

@@ -159,7 +159,7 @@ class ContextParallelAttention(MeshcpStyle):
         if self.whole is not None and self.kv == "replicated":
             raise PlanError(f'{self!r} on {named(path)}: kv="replicated" says that all keys are whole; leave whole out')
         _check_native_only(self, _compat.chosen_backend(_owner(module)), path)
-        if runtime.context.ring > 1 and self.kv != "replicated":
+        if runtime.context.ring > 1 and not runtime.gather_kv and self.kv != "replicated":
             backend = _compat.chosen_backend(_owner(module))
             if backend not in AUTOMATIC:
                 try:
@@ -358,7 +358,7 @@ class AttentionSite:
             if whole:
                 kv_layout = SequenceLayout((whole, *kv_layout.lengths), kv_layout.ring, kv_layout.ulysses)
             check_rows(kv_rows, kv_layout, runtime.context, f"the keys of {who}")
-        plan = CallPlan(runtime.context, layout, kv_layout, heads, kv_heads)
+        plan = CallPlan(runtime.context, layout, kv_layout, heads, kv_heads, runtime.gather_kv)
         if not compiling:
             if len(runtime.plans) >= _PLANS_KEPT:
                 runtime.plans.clear()

@@ -26,8 +26,8 @@ S = TypeVar("S", bound="MeshcpStyle")
 class Runtime:
     """What the styles of one parallel model share while it runs: the mesh, the stream lengths, the attention sites."""
 
-    def __init__(self, context: ContextMesh) -> None:
-        self._context = context
+    def __init__(self, context: ContextMesh, gather_kv: bool = False) -> None:
+        self._context, self.gather_kv = context, gather_kv
         self.lengths = StreamLengths(context)
         self.backend = _compat.register_attention_backend()
         self.running = False
