@@ -277,7 +277,9 @@ class _ToHeads(torch.autograd.Function):
         ctx: Any, exchange: Exchange, sizes: tuple[int, ...], dtype: torch.dtype, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.sizes, ctx.dtype = exchange, sizes, flat[0].dtype
-        return tuple(x.to(dtype) for bundle in exchange.to_heads(_bundled(flat, sizes)) for x in bundle)
+        # Not x.to(dtype) alone: where there is nothing to do, a graph of torch 2.11 would lose the gradient.
+        heads = (x for bundle in exchange.to_heads(_bundled(flat, sizes)) for x in bundle)
+        return tuple(x if x.dtype == dtype else x.to(dtype) for x in heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -310,7 +312,7 @@ def _flat(tensors: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _trains(tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in _flat(tensors))
+    return torch.is_grad_enabled() and any(x.requires_grad for bundle in tensors for x in bundle)
 
 
 def to_heads(
