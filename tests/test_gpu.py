@@ -373,7 +373,7 @@ def cuda_mesh(degrees: dict[str, int]) -> DeviceMesh:
     return meshcp.init_mesh(**degrees, device_type="cuda")
 
 
-def operator_on_gpus(degrees: dict[str, int]) -> None:
+def operator_on_gpus(degrees: dict[str, int], gather_kv: bool) -> None:
     mesh = cuda_mesh(degrees)
     for length, dtype, masked in itertools.product((2, 61), (BF16, FP32), (False, True)):
         torch.manual_seed(0)
@@ -382,7 +382,7 @@ def operator_on_gpus(degrees: dict[str, int]) -> None:
         out, _, gradients = reference(whole[:3], mask, False, 40**-0.5, whole[3])
         placements = [Shard(2)] * mesh.ndim
         leaves = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole[:3]]
-        found = meshcp.attention(*leaves, None if mask is None else mask.cuda())
+        found = meshcp.attention(*leaves, None if mask is None else mask.cuda(), gather_kv=gather_kv)
         assert isinstance(found, DTensor)
         found.backward(distribute_tensor(whole[3], mesh, placements))
         assert_near(found.full_tensor().detach(), out, GPU_TOLERANCE[dtype], "out")
@@ -391,11 +391,11 @@ def operator_on_gpus(degrees: dict[str, int]) -> None:
             assert_near(leaf.grad.full_tensor(), want, 2 * GPU_TOLERANCE[dtype], f"d{name}")  # type: ignore[attr-defined]
 
 
-def model_on_gpus(degrees: dict[str, int]) -> None:
+def model_on_gpus(degrees: dict[str, int], gather_kv: bool) -> None:
     model, inputs = build(flux.EVEN).cuda(), on_gpu(make_inputs(flux.EVEN))
-    report = meshcp.verify(model, cuda_mesh(degrees), inputs, gradients=True, tolerance=3e-6)
+    report = meshcp.verify(model, cuda_mesh(degrees), inputs, gradients=True, tolerance=3e-6, gather_kv=gather_kv)
     assert report.ok, report
-    handle = meshcp.parallelize(model.bfloat16(), cuda_mesh(degrees))
+    handle = meshcp.parallelize(model.bfloat16(), cuda_mesh(degrees), gather_kv=gather_kv)
     out = model(**on_gpu(make_inputs(flux.EVEN), BF16)).sample
     assert out.isfinite().all()
     handle.remove()
@@ -410,10 +410,12 @@ def on_gpu(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "gather_kv"), [*((d, False) for d in MESHES), *((d, True) for d in MESHES if "ring" in d)], ids=str
+)
 @pytest.mark.parametrize("function", [operator_on_gpus, model_on_gpus])
-def test_on_nccl(degrees: dict[str, int], function: Callable[..., None]) -> None:
+def test_on_nccl(degrees: dict[str, int], gather_kv: bool, function: Callable[..., None]) -> None:
     world = 1
     for degree in degrees.values():
         world *= degree
-    run_on_gpus(world, function, degrees)
+    run_on_gpus(world, function, degrees, gather_kv)
