@@ -154,9 +154,10 @@ class CallPlan:
             q, k, v = q_BHSD, k_BGKD, v_BGKD
         if self._gather is not None:
             ((k, v),) = to_heads(self._gather, [[k, v]], unrounded)
-        q, k, v = q.to(k.dtype), self._align_kv(k), self._align_kv(v)
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(q.dtype)
+        if k.dtype != k_BGKD.dtype:
+            q = q.to(k.dtype)
+            mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
+        k, v = self._align_kv(k), self._align_kv(v)
         out: torch.Tensor
         if self._gather is not None:
             out = _over_whole_keys(q, k, v, mask, self._q_rows, causal, scale, local)
