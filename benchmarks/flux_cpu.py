@@ -1,4 +1,4 @@
-"""Time a FLUX forward on CPU processes: one process, meshcp ulysses and ring, Diffusers' own ulysses, in one run.
+"""Time a FLUX forward on CPU processes: one process, meshcp in every mode, Diffusers' own ulysses, in one run.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/flux_cpu.py --image 256
 

@@ -84,32 +84,22 @@ def run_layer(
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2), (8, 8)])
 @pytest.mark.parametrize("kv_heads", [8, 16])
+@pytest.mark.parametrize("gather_kv", [False, True], ids=["passed", "gathered"])
 def test_bytes_are_those_of_the_formula(
-    monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int
-) -> None:
-    heads, length, width, batch = 16, 128, 4, 2
-    size = batch * length * heads * width * 4
-    f, p = kv_heads / heads, ring * ulysses
-    traffic = run_layer(monkeypatch, ring, ulysses, p - 1, heads=heads, kv_heads=kv_heads, length=length)
-    assert traffic.all_to_all == size / p * 2 * (1 + f) * (ulysses - 1) / ulysses
-    assert traffic.ring == size / p * 2 * f * (ring - 1)
-    assert traffic.operations["all_to_all"] == (2 if ulysses > 1 else 0)
-    assert traffic.operations["ring"] == ring - 1
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2), (4, 2), (8, 8)])
-@pytest.mark.parametrize("kv_heads", [8, 16])
-def test_gathered_keys_are_one_collective_of_the_bytes_of_the_ring(
-    monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch, ring: int, ulysses: int, kv_heads: int, gather_kv: bool
 ) -> None:
     heads, length, width, batch = 16, 128, 4, 2
     size = batch * length * heads * width * 4
     f, p = kv_heads / heads, ring * ulysses
     traffic = run_layer(
-        monkeypatch, ring, ulysses, p - 1, heads=heads, kv_heads=kv_heads, length=length, gather_kv=True
+        monkeypatch, ring, ulysses, p - 1, heads=heads, kv_heads=kv_heads, length=length, gather_kv=gather_kv
     )
-    assert traffic.all_to_all == size / p * (2 * (1 + f) * (ulysses - 1) / ulysses + 2 * f * (ring - 1))
-    assert traffic.operations == {"all_to_all": 3 if ulysses > 1 else 1}
+    over_ulysses, over_ring = size / p * 2 * (1 + f) * (ulysses - 1) / ulysses, size / p * 2 * f * (ring - 1)
+    # What the ring passes on in ring - 1 steps, gathered keys send in one more all-to-all.
+    assert traffic.all_to_all == over_ulysses + (over_ring if gather_kv else 0)
+    assert traffic.ring == (0 if gather_kv else over_ring)
+    assert traffic.operations["all_to_all"] == (2 if ulysses > 1 else 0) + (gather_kv and ring > 1)
+    assert traffic.operations["ring"] == (0 if gather_kv else ring - 1)
 
 
 @pytest.mark.parametrize(("ring", "length", "keys"), [(4, 13, 13), (3, 2, 2), (16, 37, 37), (4, 10, 3)])

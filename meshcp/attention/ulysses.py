@@ -312,7 +312,7 @@ def _flat(tensors: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _trains(tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for bundle in tensors for x in bundle)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _flat(tensors))
 
 
 def to_heads(
