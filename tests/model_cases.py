@@ -188,8 +188,10 @@ def _compare_gradients(
         if want is None and not some:
             continue
         want = torch.zeros_like(mean) if want is None else want
-        # Relative to the parameter's own largest gradient, but no finer than rounding in the largest of all.
-        scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-6 * largest)
+        # Relative to the parameter's own largest gradient, but no finer than rounding in the largest of all: one that
+        # is zero in theory (the keys' of an attention over one token) is a sum of such roundings.
+        floor = max(1e-6, 1e-14 / row.gradient_tolerance) * largest
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, floor)
         difference = float((mean - want).abs().max()) / scale if want.numel() else 0.0
         if not difference <= row.gradient_tolerance:
             wrong.append(f"{where}: gradient of {name} differs by {difference:.1e}")
