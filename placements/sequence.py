@@ -123,6 +123,10 @@ class SequenceLayout:
         parts = [part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank)]
         return merge_intervals(sorted(part for part in parts if part[0] < part[1]))
 
+    def arriving(self, ring_rank: int) -> tuple[Interval, ...]:
+        """As :meth:`block`, the rows of each ulysses rank after those of the one before, as they arrive."""
+        return merge_intervals(part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank))
+
     def over_ring(self) -> SequenceLayout:
         """The ring blocks as a layout over one axis, each rank holding a block in canonical order::
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import meshcp
+from meshcp.attention.distributed import CallPlan
+from meshcp.mesh import context_mesh
+from meshcp.placements import SequenceLayout
 from tests.harness import make_mesh
 
 MASKS = ("none", "key_bool", "key4_bool", "key_additive", "query_bool", "head_bool", "head_additive", "dead_rows")
@@ -169,3 +173,36 @@ def single_process(case: Case) -> list[Tensor]:
         enable_gqa=case.kv_heads is not None,
     )  # fmt: skip
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def several_streams(axes: tuple[tuple[str, int], ...], gather_kv: bool) -> list[str]:
+    """Sequences that are concatenations, whose shards do not follow each other: every mask; one line a difference."""
+    names = [name for name, _ in axes]
+    context = context_mesh(make_mesh(axes))
+    outer = names[0] == "ulysses" and len(names) == 2
+    wrong = []
+    for (queries, keys), (heads, kv_heads) in itertools.product(
+        [((3, 10), None), ((3, 10), (7, 1, 6))], [(5, 5), (6, 2)]
+    ):
+        q_layout = SequenceLayout(queries, context.ring, context.ulysses, outer)
+        kv_layout = SequenceLayout(keys or queries, context.ring, context.ulysses, outer)
+        plan = CallPlan(context, q_layout, kv_layout, heads, kv_heads, gather_kv)
+        for mask, causal in [(mask, False) for mask in MASKS] + [("none", True)]:
+            case = Case(
+                axes, heads, kv_heads, sum(queries), sum(keys or queries), mask=mask, causal=causal, gather_kv=gather_kv
+            )
+            tensors, global_mask, grad = inputs(case)
+            q_rows, kv_rows = (
+                [i for low, high in layout.rows(context.ring_rank, context.ulysses_rank) for i in range(low, high)]
+                for layout in (q_layout, kv_layout)
+            )
+            mine = q_rows, kv_rows, kv_rows
+            leaves = [x[:, :, rows].requires_grad_() for x, rows in zip(tensors, mine, strict=True)]
+            out = plan.run(*leaves, global_mask, causal=causal)
+            actual = [out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, q_rows])]
+            expected = reference(case, torch.float64)
+            for name, a, e, rows in zip(("out", "dq", "dk", "dv"), actual, expected, (q_rows, *mine), strict=True):
+                difference = float((a - e[:, :, rows]).abs().max() / e.abs().max()) if rows else 0.0
+                if not difference <= 1e-10:
+                    wrong.append(f"{case} of {q_layout} over {kv_layout}: {name} differs by {difference:.1e}")
+    return wrong

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import hypothesis
@@ -95,6 +96,23 @@ def test_every_mode(pool: Pool, axes: tuple[tuple[str, int], ...]) -> None:
     by_rank = pool.run(cases[0].world, attention_cases.run_cases, cases, timeout=100)
     for index, case in enumerate(cases):
         check(case, [results[index] for results in by_rank])
+
+
+@pytest.mark.parametrize(
+    ("axes", "gather_kv"),
+    [
+        (mesh(ulysses=3), False),
+        (mesh(ring=3), True),
+        (mesh(ring=2, ulysses=2), False),
+        (mesh(ulysses=2, ring=2), True),
+        (mesh(ring=2, ulysses=3), True),
+        (mesh(ulysses=3, ring=2), False),
+    ],
+)
+def test_sequences_of_several_streams(pool: Pool, axes: tuple[tuple[str, int], ...], gather_kv: bool) -> None:
+    world = math.prod(degree for _, degree in axes)
+    for rank, wrong in enumerate(pool.run(world, attention_cases.several_streams, axes, gather_kv)):
+        assert not wrong, f"rank {rank}: " + "; ".join(wrong)
 
 
 @pytest.mark.parametrize("axes", [mesh(ulysses=3), mesh(ring=3), mesh(ring=2, ulysses=2)], ids=str)

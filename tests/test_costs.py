@@ -7,15 +7,20 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcp
 from meshcp import collectives
+from meshcp.attention.distributed import CallPlan
+from meshcp.mesh import context_mesh
+from meshcp.placements import SequenceLayout
 from tests.harness import Pool, fake_world
 from tests.model_cases import build, make_inputs
 from tests.rows import flux
@@ -140,6 +145,49 @@ def test_uneven_exchanges_send_each_element_once_to_whoever_needs_it(
             # q there and the output back, and the keys and values that these heads use.
             elements += 2 * len(mine) + 2 * len({head // (heads // kv_heads) for head in mine})
     assert sum(sent) == elements * batch * width * 4
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the elements that are moved from one place in memory to another."""
+
+    moving = ("aten::copy_", "aten::cat", "aten::clone", "aten::index_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in self.moving and out.is_floating_point():
+            self.elements += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_are_put_in_order_only_where_the_order_counts(
+    monkeypatch: pytest.MonkeyPatch, ring: int, masked: bool
+) -> None:
+    """Two streams, q, k and v are copied onto the wire and the output from it; nothing else is without a mask."""
+    ulysses, streams, heads, width = 3, (5, 7), 6, 4
+    with fake_world(ring * ulysses, 0):
+        context = context_mesh(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
+        layout = SequenceLayout(streams, ring, ulysses)
+        plan = CallPlan(context, layout, layout, heads, heads, gather_kv=True)
+        q, k, v = torch.randn(3, 1, sum(layout.local_lengths(0, 0)), heads, width).transpose(2, 3)
+        length = sum(streams)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool) if masked else None
+
+        def local(q: torch.Tensor, *_: Any) -> torch.Tensor:
+            return torch.zeros(q.transpose(1, 2).shape).transpose(1, 2)
+
+        with counted(monkeypatch), _Copies() as copies:
+            plan.run(q, k, v, mask, local=local)
+    row = heads // ulysses * width
+    block = row * sum(sum(layout.local_lengths(0, rank)) for rank in range(ulysses))
+    onto_and_from_the_wire = 4 * q.numel() + (2 * ring * block if ring > 1 else 0)
+    into_order = 4 * block + (2 * length * row if ring > 1 else 0)
+    assert copies.elements == onto_and_from_the_wire + (into_order if masked else 0)
 
 
 def test_replicated_keys_cause_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:

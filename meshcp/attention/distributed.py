@@ -6,13 +6,14 @@ Shapes: B batch, H query heads, G KV heads, S this rank's query rows, K this ran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import AttentionError, LayoutError
 from ..mesh import ContextMesh
-from ..placements import HeadLayout, Interval, SequenceLayout, select, total
+from ..placements import HeadLayout, Interval, SequenceLayout, merge_intervals, select, total
 from .kernels import unrounded_dtype
 from .masks import canonical_mask, positions, select_broadcast
 from .op import flatten_intervals
@@ -36,6 +37,21 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q_BHSD, k_BGKD, v_BGKD, mask, is_causal=causal, scale=scale, enable_gqa=k_BGKD.shape[1] != q_BHSD.shape[1]
     )
+
+
+class _Order(NamedTuple):
+    """The rows of a head shard in canonical order or as they come.
+
+    Attributes:
+        blocks: canonical positions of the KV rows of each ring rank, in this order.
+        to_heads, to_sequence, gather: the collectives: queries, keys and values to heads, the output back, and over the
+            ring axis KV.
+    """
+
+    blocks: tuple[tuple[Interval, ...], ...]
+    to_heads: Exchange | None
+    to_sequence: Exchange | None
+    gather: Exchange | None
 
 
 class CallPlan:
@@ -71,29 +87,36 @@ class CallPlan:
         self._query_heads = query[context.ulysses_rank]
         self._kv_index = layout.kv_index(context.ulysses_rank)
         self._q_rows = q.block(context.ring_rank)
-        self._kv_blocks = () if kv is None else tuple(kv.block(rank) for rank in range(context.ring))
+        blocks = () if kv is None else tuple(kv.block(rank) for rank in range(context.ring))
+        arriving = () if kv is None else tuple(kv.arriving(rank) for rank in range(context.ring))
         here = context.ring_rank, context.ulysses_rank
         self._q_real = q.real(*here)
         self._kv_real = None if kv is None else kv.real(*here)
-        self._in: Exchange | None = None
-        self._out: Exchange | None = None
+        # Where a KV head is computed with on several ranks, its gradient is the sum of theirs.
+        self._shared = overlap(shared)
+        ulysses: list[list[Bundle]] = []
         if kv is not None and context.ulysses > 1:
-            where = context.ulysses_group, context.ring_rank, context.ulysses_rank
             query_bundle = Bundle(q, (query,), (heads,))
             if kv == q:
                 bundles = [Bundle(q, (query, shared, shared), (heads, kv_heads, kv_heads))]
             else:
                 bundles = [query_bundle, Bundle(kv, (shared, shared), (kv_heads, kv_heads))]
-            self._in, self._out = Exchange(bundles, *where), Exchange([query_bundle], *where)
-        # Where a KV head is computed with on several ranks, its gradient is the sum of theirs.
-        self._shared = overlap(shared)
-        self._gather: Exchange | None = None
+            ulysses = [bundles, [query_bundle]]
+        gathered: Bundle | None = None
         if kv is not None and context.ring > 1 and gather_kv:
             # As a redistribution: from shards of the sequence to shards of the heads, where everybody's are all heads.
             count = total((shared[context.ulysses_rank],))
             everybody = ((0, count),) * context.ring
             gathered = Bundle(kv.over_ring(), (everybody, everybody), (count, count))
-            self._gather = Exchange([gathered], context.ring_group, 0, context.ring_rank)
+
+        def order(canonical: bool) -> _Order:
+            where = context.ulysses_group, context.ring_rank, context.ulysses_rank
+            to, back = (Exchange(each, *where, canonical) for each in ulysses) if ulysses else (None, None)
+            ring = context.ring_group, 0, context.ring_rank
+            gather = None if gathered is None else Exchange([gathered], *ring, canonical)
+            return _Order(blocks if canonical else arriving, to, back, gather)
+
+        self._canonical, self._as_they_come = order(True), order(False)
 
     def describe_heads(self) -> str:
         """The query heads that this rank computes with, as text."""
@@ -142,24 +165,29 @@ class CallPlan:
             rows = self.q.rows(context.ring_rank, context.ulysses_rank)
             return _over_whole_keys(q_BHSD, k_BGKD, v_BGKD, mask, rows, causal, scale, local)
         unrounded = unrounded_dtype(q_BHSD)
-        if self._in is not None and self._out is not None:
+        # Only causality and the rows of a mask ask where a query is; the columns of a mask are cheaper to arrange.
+        any_order = not causal and (mask is None or mask.shape[2] == 1)
+        order = self._as_they_come if any_order else self._canonical
+        if order.to_heads is not None:
             dtype = unrounded if self._shared else None
             if self.kv == self.q:
-                ((q, k, v),) = to_heads(self._in, [[q_BHSD, k_BGKD, v_BGKD]], dtype)
+                ((q, k, v),) = to_heads(order.to_heads, [[q_BHSD, k_BGKD, v_BGKD]], dtype)
             else:
-                (q,), (k, v) = to_heads(self._in, [[q_BHSD], [k_BGKD, v_BGKD]], dtype)
+                (q,), (k, v) = to_heads(order.to_heads, [[q_BHSD], [k_BGKD, v_BGKD]], dtype)
             if mask is not None:
                 mask = select_broadcast(mask, 1, (self._query_heads,))
         else:
             q, k, v = q_BHSD, k_BGKD, v_BGKD
-        if self._gather is not None:
-            ((k, v),) = to_heads(self._gather, [[k, v]], unrounded)
+        if order.gather is not None:
+            ((k, v),) = to_heads(order.gather, [[k, v]], unrounded)
         if k.dtype != k_BGKD.dtype:
             q = q.to(k.dtype)
             mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
         k, v = self._align_kv(k), self._align_kv(v)
+        if mask is not None and any_order and (context.ring == 1 or order.gather is not None):
+            mask = select_broadcast(mask, 3, merge_intervals(row for block in order.blocks for row in block))
         out: torch.Tensor
-        if self._gather is not None:
+        if order.gather is not None:
             out = _over_whole_keys(q, k, v, mask, self._q_rows, causal, scale, local)
         elif context.ring > 1:
             if mask is not None:
@@ -167,16 +195,16 @@ class CallPlan:
             out, _ = torch.ops.meshcp.attention(
                 q, k, v, mask, causal=causal, scale=scale, ring=context.ring_group,
                 q_rows=flatten_intervals(self._q_rows),
-                kv_rows=[bound for block in self._kv_blocks for bound in flatten_intervals(block)],
-                kv_counts=[len(block) for block in self._kv_blocks], backend=kernel,
+                kv_rows=[bound for block in order.blocks for bound in flatten_intervals(block)],
+                kv_counts=[len(block) for block in order.blocks], backend=kernel,
             )  # fmt: skip
         elif q.numel() and k.numel():
             out = local(q, k, v, mask, causal, scale)
         else:
             out = nothing(q, k, v)
         out = out.to(q_BHSD.dtype)
-        if self._out is not None:
-            ((out,),) = to_sequence(self._out, [[out]])
+        if order.to_sequence is not None:
+            ((out,),) = to_sequence(order.to_sequence, [[out]])
         return out
 
     def _run_real(

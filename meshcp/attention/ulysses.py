@@ -12,8 +12,9 @@ whose rows travel together (q, k, v of self-attention), a *row* of a bundle is o
                                                     i1 [h0 h1]
 
 On the wire: for each destination, bundle after bundle, row after row, ``[B, heads of the destination, D]``. Sizes are
-exact; every rank knows them from the layouts. The two directions are each other's transposes as linear maps, so each
-is the other's gradient, also where several ranks hold the same KV head: going back, their rows are summed.
+exact; every rank knows them from the layouts. Attention without mask and causality does not ask for the order of rows,
+which then stay as they come (t0 i0 t1 i1). The two directions are each other's transposes as linear maps, so each is
+the other's gradient, also where several ranks hold the same KV head: going back, their rows are summed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..collectives import all_to_all
-from ..placements import Interval, SequenceLayout, merge_intervals, total
+from ..placements import Interval, Segment, SequenceLayout, merge_intervals, total
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,41 @@ class _Columns:
 class Exchange:
     """The plan of one all-to-all, the same for both directions: every split and offset, as plain integers."""
 
-    def __init__(self, bundles: Sequence[Bundle], group: str, ring_rank: int, ulysses_rank: int) -> None:
+    def __init__(
+        self, bundles: Sequence[Bundle], group: str, ring_rank: int, ulysses_rank: int, canonical: bool = True
+    ) -> None:
+        """
+        Args:
+            bundles: what travels.
+            group: of the ranks that exchange.
+            ring_rank, ulysses_rank: this rank's.
+            canonical: whether the rows of a head shard are in canonical order. Otherwise they are as they come, rank
+                after rank, which saves a copy in each direction where ranks hold rows of several streams.
+        """
         self.bundles, self.group, self.rank = tuple(bundles), group, ulysses_rank
         self.degree = bundles[0].layout.ulysses
         self._rows = [
             [sum(bundle.layout.local_lengths(ring_rank, rank)) for rank in range(self.degree)] for bundle in bundles
         ]
-        self._segments = [bundle.layout.segments(ring_rank) for bundle in bundles]
+        self._segments = [
+            bundle.layout.segments(ring_rank) if canonical else _as_they_come(rows)
+            for bundle, rows in zip(bundles, self._rows, strict=True)
+        ]
+        self._sent = self._runs()
         self._block = [total(bundle.layout.block(ring_rank)) for bundle in bundles]
         self._geometries: dict[tuple[int, tuple[tuple[int, ...], ...]], _Geometry] = {}
+
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """What a head shard sends, in the order of the wire: runs ``(bundle, start, stop)`` of rows."""
+        runs: list[tuple[int, int, int]] = []
+        for rank in range(self.degree):
+            for b, segments in enumerate(self._segments):
+                for segment in sorted(segment for segment in segments if segment.rank == rank):
+                    start, stop = segment.block, segment.block + segment.length
+                    if runs and runs[-1][0] == b and runs[-1][2] == start:
+                        start = runs.pop()[1]
+                    runs.append((b, start, stop))
+        return runs
 
     # -- the two sides of the wire -------------------------------------------------------------------------------------
     # While the sequence is sharded, a region of the wire belongs to one peer: this rank's rows of the peer's heads.
@@ -164,10 +191,10 @@ class Exchange:
         for there, here, _ in self._pairs(send, geometry, tensors):
             there.copy_(here)
         received = all_to_all(send, geometry.by_rows, geometry.by_heads, self.group)
-        return [self._canonical(received, geometry, b) for b in range(len(tensors))]
+        return [self._arranged(received, geometry, b) for b in range(len(tensors))]
 
-    def _canonical(self, received: torch.Tensor, geometry: _Geometry, b: int) -> list[torch.Tensor]:
-        """The rows of one bundle in canonical order; runs that lie together already are not copied."""
+    def _arranged(self, received: torch.Tensor, geometry: _Geometry, b: int) -> list[torch.Tensor]:
+        """The rows of one bundle in the order of the head shard; runs that lie together already are not copied."""
         column, pieces = geometry.columns[b][self.rank], geometry.pieces[b]
         if len(pieces) == 1:
             flat = received[pieces[0][0] : pieces[0][1]]
@@ -183,20 +210,18 @@ class Exchange:
         """The way back: ``[B, H of this rank, S of the ring block, D]`` -> ``[B, H, S local, D]``."""
         batch, widths, like = _describe(tensors)
         geometry = self._geometry(batch, widths)
-        pieces: list[list[torch.Tensor]] = [[] for _ in range(self.degree)]
-        for b, bundle in enumerate(tensors):
-            rows = _rows_of(bundle, batch, self._block[b], geometry.columns[b][self.rank])
-            for segment in sorted(self._segments[b]):
-                pieces[segment.rank].append(rows[segment.block : segment.block + segment.length].reshape(-1))
-        flat = [piece for rank in pieces for piece in rank]
+        rows = [
+            _rows_of(bundle, batch, self._block[b], geometry.columns[b][self.rank]) for b, bundle in enumerate(tensors)
+        ]
+        flat = [rows[b][start:stop].reshape(-1) for b, start, stop in self._sent]
         send = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else like.new_empty(0)
         received = all_to_all(send.contiguous(), geometry.by_heads, geometry.by_rows, self.group)
         results = [
             [
-                _output(like, batch, count, rows[self.rank], width, heads)
+                _output(like, batch, count, lengths[self.rank], width, heads)
                 for count, width, heads in zip(bundle.counts, widths[b], bundle.heads, strict=True)
             ]
-            for b, (bundle, rows) in enumerate(zip(self.bundles, self._rows, strict=True))
+            for b, (bundle, lengths) in enumerate(zip(self.bundles, self._rows, strict=True))
         ]
         for there, here, shared in self._pairs(received, geometry, results):
             if shared:
@@ -204,6 +229,11 @@ class Exchange:
             else:
                 here.copy_(there)
         return results
+
+
+def _as_they_come(rows: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments of a block in which the rows of each rank, so many, follow those of the one before."""
+    return tuple(Segment(rank, 0, sum(rows[:rank]), count) for rank, count in enumerate(rows) if count)
 
 
 class _Region(NamedTuple):
