@@ -33,3 +33,10 @@ class AttentionError(MeshcpError):
 
 class CheckpointError(MeshcpError):
     """Weights on disk that do not fit the model, or that cannot be read or written."""
+
+
+def check_switches(error: type[MeshcpError], **switches: object) -> None:
+    """Raise ``error`` unless each of the options is True or False: ``"no"`` would pass for True."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise error(f"{name}={value!r} is of type {type(value).__name__}; needed: {name}=True or {name}=False")

@@ -14,6 +14,8 @@ from .errors import MeshError
 
 RING = "ring"
 ULYSSES = "ulysses"
+ORDERED = (RING, ULYSSES, "cfg", "tp")
+"""Axes along which it matters which rank holds which part."""
 
 
 def init_mesh(*, ring: int = 1, ulysses: int = 1, device_type: str | None = None, **others: int) -> DeviceMesh:
@@ -108,7 +110,8 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
     """View ``mesh`` as (ring, ulysses).
 
     Raises:
-        MeshError: the mesh has no axis named ``ring`` or ``ulysses``, or this rank is not in it.
+        MeshError: the mesh has no axis named ``ring`` or ``ulysses``, this rank is not in it, or ranks do not ascend
+            along an axis.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"a DeviceMesh is needed, found {type(mesh).__name__}; make one with meshcp.init_mesh(ring=2)")
@@ -123,6 +126,8 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
             f'the mesh has axes {names}; context parallelism needs an axis named "ring" or "ulysses" (or both): '
             "rename the axis that should shard the sequence, or use meshcp.init_mesh"
         )
+    if not torch.compiler.is_compiling():
+        _check_order(mesh, names)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(
@@ -140,3 +145,16 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
     ring, ring_rank, ring_group = axis(RING)
     ulysses, ulysses_rank, ulysses_group = axis(ULYSSES)
     return ContextMesh(ring, ulysses, ring_rank, ulysses_rank, ring_group, ulysses_group, mesh)
+
+
+def _check_order(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Raise where a process group, which sorts its ranks, has them in another order than the mesh axis."""
+    for position, name in enumerate(names):
+        if name in ORDERED and mesh.size(position) > 1:
+            for ranks in mesh.mesh.movedim(position, -1).reshape(-1, mesh.size(position)).tolist():
+                if ranks != sorted(ranks):
+                    raise MeshError(
+                        f"along mesh axis {name!r} are the ranks {ranks}, which do not ascend; process groups sort "
+                        f"them to {sorted(ranks)}, so that the parts of a tensor would be taken for each other: make "
+                        "the mesh with ascending ranks"
+                    )

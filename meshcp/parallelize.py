@@ -14,7 +14,7 @@ from . import _compat
 from .agreement import check_agreement, check_outputs
 from .attachments import Attachment, Caches, attach_all
 from .data_parallel import ShardsBesideDDP
-from .errors import PlanError
+from .errors import PlanError, check_switches
 from .layout import map_tensors
 from .mesh import ContextMesh, context_mesh
 from .models import plan_for
@@ -131,7 +131,8 @@ def parallelize(
         gather_kv: True has the ranks of the ring axis gather the keys and values of the whole sequence in one
             collective a layer, where otherwise they pass them round in ``ring - 1`` steps. The bytes are the same.
             Less latency where messages are small, any attention backend and second derivatives; but each rank holds
-            all keys and values of the layer that runs (twice, while they arrive), and nothing is computed while they
+            all keys and values of the layer that runs (twice, while they arrive), in training those of every layer
+            until its backward pass (unless activation checkpointing drops them), and nothing is computed while they
             travel. No effect where ring is 1.
 
     Returns:
@@ -139,8 +140,8 @@ def parallelize(
 
     Raises:
         PlanError: no plan for the class, or one that does not fit: a path that matches nothing, an unknown input, an
-            attention module that no entry covers, a model that is parallel already.
-        MeshError: a mesh without the axes, or without this rank.
+            attention module that no entry covers, a model that is parallel already. An option that is no bool.
+        MeshError: a mesh without the axes, without this rank, or whose ranks do not ascend along an axis.
         AttentionError: ring above 1 with an attention backend that gives no log-sum-exp, and no ``gather_kv``.
 
         Whatever is raised, the model is left untouched.
@@ -161,6 +162,7 @@ def attach(
 ) -> Handle:
     """:func:`parallelize`, with the process groups of ``context`` in the place of those of ``mesh``."""
     _check_model(model)
+    check_switches(PlanError, check_inputs=check_inputs, gather=gather, gather_kv=gather_kv)
     if plan is None:
         plan = plan_for(model)
     elif not isinstance(plan, Plan):
@@ -252,7 +254,7 @@ def _facts(handle: Handle, gather: bool) -> dict[str, str]:
     return {
         "model": type(handle.model).__name__,
         "gather": str(gather),
-        "gather_kv": str(handle._runtime.gather_kv),
+        "gather_kv": str(handle._runtime.gather_kv and handle._runtime.context.ring > 1),
         "gradients enabled": str(torch.is_grad_enabled()),
         **{f"plan entry {path!r}": repr(styles) for path, styles in handle.plan.entries},
     }

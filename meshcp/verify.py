@@ -181,7 +181,7 @@ def _verify(
     gather_kv: bool,
 ) -> Report:
     context, name = groups.context, type(model).__name__
-    on = f"ring {context.ring} x ulysses {context.ulysses}"
+    on = f"ring {context.ring}{' (KV gathered)' * (gather_kv is True and context.ring > 1)} x ulysses {context.ulysses}"
 
     single, raised = _attempt(lambda: _run(model, example_inputs, gradients))
     errors = groups.errors(raised, "without parallelism: ")

@@ -208,6 +208,8 @@ def refusals() -> list[str]:
         lambda: meshcp.attention(q, make(1, 4, 6, 4), make(1, 4, 6, 4)),
         lambda: meshcp.attention(make(1, 4, 6, 8, placement=Shard(3)), q, q),
         lambda: meshcp.attention(*[make(1, 4, 6, 8, placement=Replicate(), on=unnamed)] * 3),
+        lambda: meshcp.attention(q, q, q.double()),
+        lambda: meshcp.attention(q, q, q, gather_kv=[]),
     ]
     messages = []
     for call in calls:
@@ -231,6 +233,8 @@ def test_refusals_say_what_to_do(pool: Pool) -> None:
         "shapes that do not fit",
         "q is Shard(dim=3) on mesh axis 'ring'",
         'needs an axis named "ring" or "ulysses"',
+        "q is torch.float32, k torch.float32, v torch.float64; needed: one dtype",
+        "gather_kv=[] is of type list; needed: gather_kv=True or gather_kv=False",
     ]
     for messages in pool.run(2, refusals):
         for message, part in zip(messages, expected, strict=True):
@@ -329,6 +333,40 @@ def test_second_derivatives_are_right_or_refused(pool: Pool) -> None:
             assert result[mode][1] == "computed"
         assert result["ring"][0] < 1e-12
         assert "the gradient of ring attention is differentiated once more" in result["ring"][1]
+
+
+def errors_under_autocast() -> list[list[float]]:
+    """For each case: errors of [out, dq, dk, dv] with KV gathered, as multiples of one process's under autocast."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
+    found = []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        *tensors, grad = (torch.randn(2, 4, 61, 16, generator=generator).bfloat16() for _ in range(4))
+
+        def run(attention: Any, cast: Any, grad: torch.Tensor = grad, tensors: Any = tensors) -> list[torch.Tensor]:
+            leaves = [cast(x.float()).requires_grad_() for x in tensors]
+            out = attention(*leaves)
+            return [whole(x.detach()).float() for x in (out, *torch.autograd.grad(out, leaves, cast(grad)))]
+
+        exact = run(lambda q, k, v: attention_cases.softmax_attention(q, k, v, None, False, None), torch.Tensor.float)
+        with torch.autocast("cpu", torch.bfloat16):
+            one = run(torch.nn.functional.scaled_dot_product_attention, lambda x: x)
+            three = run(
+                lambda *leaves: meshcp.attention(*leaves, gather_kv=True),
+                lambda x: distribute_tensor(x, mesh, [Shard(2)]),
+            )
+        found.append(
+            [float((a - e).abs().max() / (b - e).abs().max()) for a, b, e in zip(three, one, exact, strict=True)]
+        )
+    return found
+
+
+def test_gathered_keys_are_no_worse_than_one_process_under_autocast(pool: Pool) -> None:
+    for found in pool.run(3, errors_under_autocast):
+        assert max(map(max, found)) <= 1.5, found
 
 
 def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:

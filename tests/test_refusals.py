@@ -158,6 +158,20 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], str], str]] = {
         lambda mesh: _refused(model_cases.build(_row()), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
         "context parallelism needs an axis named",
     ),
+    "a mesh of descending ranks": (
+        lambda mesh: _refused(
+            model_cases.build(_row()), DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("ring", "ulysses"))
+        ),
+        "MeshError: along mesh axis 'ring' are the ranks [1, 0], which do not ascend",
+    ),
+    "an option that is no bool": (
+        lambda mesh: _refused(model_cases.build(_row()), mesh, gather_kv="no"),
+        "PlanError: gather_kv='no' is of type str; needed: gather_kv=True or gather_kv=False",
+    ),
+    "another": (
+        lambda mesh: _refused(model_cases.build(_row()), mesh, gather=None),
+        "PlanError: gather=None is of type NoneType",
+    ),
     "no mesh": (lambda mesh: _refused(model_cases.build(_row()), 2), "a DeviceMesh is needed, found int"),
     "ring with a backend that gives no LSE": (
         lambda mesh: _refused(_with_backend("flex"), mesh),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..errors import AttentionError
+from ..errors import AttentionError, check_switches
 from ..mesh import RING, ULYSSES, ContextMesh, context_mesh
 from ..placements import SequenceLayout, local_interval, to_local
 from .distributed import CallPlan, nothing
@@ -57,12 +57,13 @@ def attention(
 
     Raises:
         AttentionError: a mask, dtype, head count or option that cannot be computed rightly.
-        MeshError: a mesh without ``ring`` or ``ulysses``.
+        MeshError: a mesh without ``ring`` or ``ulysses``, or whose ranks do not ascend along an axis.
 
     Self-attention costs two collectives over ``ulysses`` (one all-to-all for q, k, v, one for the output) and
     ``ring - 1`` point-to-point exchanges of KV, or one all-to-all with ``gather_kv``. Ulysses: Jacobs et al. 2023;
     ring: Liu et al. 2023.
     """
+    check_switches(AttentionError, causal=causal, enable_gqa=enable_gqa, gather_kv=gather_kv)
     tensors = (q, k, v)
     sharded = [isinstance(x, DTensor) for x in tensors]
     if not any(sharded) and not isinstance(mask, DTensor):

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, S this rank's query rows, K this ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -152,6 +153,11 @@ class CallPlan:
             return self._run_real(q_BHSD, k_BGKD, v_BGKD, mask, causal, scale, local, kernel, rows_are_batch)
         context = self.context
         q_BHSD, k_BGKD, v_BGKD = (_autocast(x) for x in (q_BHSD, k_BGKD, v_BGKD))
+        if not q_BHSD.dtype == k_BGKD.dtype == v_BGKD.dtype:
+            raise AttentionError(
+                f"q is {q_BHSD.dtype}, k {k_BGKD.dtype}, v {v_BGKD.dtype}; needed: one dtype, as everywhere in "
+                "scaled_dot_product_attention: cast them to one"
+            )
         if mask is not None:
             if causal:
                 raise AttentionError("both a mask and causal=True; give one of the two (put causality into the mask)")
@@ -181,6 +187,8 @@ class CallPlan:
         if order.gather is not None:
             ((k, v),) = to_heads(order.gather, [[k, v]], unrounded)
         if k.dtype != k_BGKD.dtype:
+            # Autocast would round them again, and with them each rank's part of the gradients.
+            local = functools.partial(_without_autocast, local)
             q = q.to(k.dtype)
             mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
         k, v = self._align_kv(k), self._align_kv(v)
@@ -263,6 +271,19 @@ def _over_whole_keys(
     if not (q.numel() and k.numel()):
         return nothing(q, k, v)
     return local(q, k, v, mask, causal, scale)
+
+
+def _without_autocast(
+    local: LocalKernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return local(q, k, v, mask, causal, scale)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
