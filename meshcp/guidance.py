@@ -33,7 +33,7 @@ from .agreement import digest, fingerprints
 from .collectives import all_gather
 from .errors import InputError, MeshError, PlanError
 from .layout import map_tensors
-from .mesh import local_device
+from .mesh import check_order, local_device
 from .models.registry import PLANS
 from .placements import StreamDim
 from .styles import ShardInputs
@@ -63,6 +63,7 @@ class GuidanceHandle:
         coordinate = mesh.get_coordinate()
         if coordinate is None or not names:
             raise MeshError(f"{mesh} has no axis names or does not contain this rank; needed: an axis {axis!r}")
+        check_order(mesh, (axis,))
         self.model, self.axis = model, axis
         self.degree = mesh.size(names.index(axis)) if axis in names else 1
         self.cut = self.paired = self.alone = 0
@@ -272,7 +273,7 @@ def parallelize_guidance(
 
     Raises:
         PlanError: something that is not a plain model, or one whose guidance is parallel already.
-        MeshError: a mesh without axis names, or without this rank.
+        MeshError: a mesh without axis names, without this rank, or whose ranks do not ascend along the axis.
         InputError: in a call: with gradients, with a cache, through ``torch.compile(model)``, or with inputs or output
             shapes that differ between ranks.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -127,7 +128,7 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
             "rename the axis that should shard the sequence, or use meshcp.init_mesh"
         )
     if not torch.compiler.is_compiling():
-        _check_order(mesh, names)
+        check_order(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(
@@ -147,14 +148,19 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
     return ContextMesh(ring, ulysses, ring_rank, ulysses_rank, ring_group, ulysses_group, mesh)
 
 
-def _check_order(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    """Raise where a process group, which sorts its ranks, has them in another order than the mesh axis."""
-    for position, name in enumerate(names):
-        if name in ORDERED and mesh.size(position) > 1:
-            for ranks in mesh.mesh.movedim(position, -1).reshape(-1, mesh.size(position)).tolist():
-                if ranks != sorted(ranks):
-                    raise MeshError(
-                        f"along mesh axis {name!r} are the ranks {ranks}, which do not ascend; process groups sort "
-                        f"them to {sorted(ranks)}, so that the parts of a tensor would be taken for each other: make "
-                        "the mesh with ascending ranks"
-                    )
+def check_order(mesh: DeviceMesh, axes: Collection[str] = ORDERED) -> None:
+    """Raise where a process group, which sorts its ranks, has them in another order than a mesh axis.
+
+    Raises:
+        MeshError: ranks that do not ascend along one of ``axes``.
+    """
+    for position, name in enumerate(mesh.mesh_dim_names or ()):
+        if name not in axes or mesh.size(position) == 1:
+            continue
+        for ranks in mesh.mesh.movedim(position, -1).reshape(-1, mesh.size(position)).tolist():
+            if ranks != sorted(ranks):
+                raise MeshError(
+                    f"along mesh axis {name!r} are the ranks {ranks}, which do not ascend; process groups sort them to "
+                    f"{sorted(ranks)}, so that the parts of a tensor would be taken for each other: make the mesh with "
+                    "ascending ranks"
+                )

@@ -28,6 +28,7 @@ from . import _compat
 from .collectives import all_reduce, all_to_all
 from .errors import PlanError
 from .layout import map_tensors
+from .mesh import check_order
 from .placements import Interval, shard_interval, total
 
 ORDER = (
@@ -330,6 +331,7 @@ class _Style(ParallelStyle):
             raise PlanError(
                 f"{self!r} got a mesh of axes {device_mesh.mesh_dim_names}; needed: its tp axis, mesh['tp']"
             )
+        check_order(device_mesh, device_mesh.mesh_dim_names or ())
         _check_module(module, self)
         if device_mesh.size() > 1:
             tp = TensorMesh(device_mesh.size(), device_mesh.get_local_rank(), device_mesh.get_group().group_name)

@@ -298,6 +298,8 @@ def orders() -> dict[str, str]:
     said["no plan"] = _refused(meshcp.tp_plan, nn.Linear(2, 2), mesh)
     said["absent"] = str(meshcp.tp_plan(model, mesh["ring"]))
     said["mesh"] = _refused(parallelize_module, model, mesh, meshcp.tp_plan(model, mesh))
+    descending = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
+    said["order"] = _refused(parallelize_module, model_cases.build(FLUX), descending, before)
     return said
 
 
@@ -315,6 +317,7 @@ def test_a_wrong_order_is_refused_with_the_right_one(pool: Pool) -> None:
         assert "unfuse_qkv_projections" in said["fused"]
         assert "no tensor parallel plan for Linear" in said["no plan"]
         assert "needed: its tp axis" in said["mesh"]
+        assert "along mesh axis 'tp' are the ranks [1, 0], which do not ascend" in said["order"]
         assert said["absent"] == "{}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshcp
 from tests import model_cases
@@ -244,12 +244,13 @@ def refusals() -> list[str]:
     refused(model, x, one)
     lone = meshcp.parallelize_guidance(Echo(), init_device_mesh("cpu", (2,), mesh_dim_names=("ring",)))
     said.append(f"{lone.degree} {'_call_impl' in lone.model.__dict__}")
+    refused(meshcp.parallelize_guidance, Echo(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("cfg",)))
     return said
 
 
 def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
     for said in pool.run(2, refusals):
-        twice, differ, grads, cache, shapes, weights, absent = said
+        twice, differ, grads, cache, shapes, weights, absent, order = said
         assert twice.startswith("PlanError: the guidance of Echo is parallel already")
         assert differ.startswith("InputError: the inputs hidden_states of Echo differ between ranks of 'cfg'")
         assert grads.startswith("InputError: Echo is called with gradients enabled")
@@ -257,3 +258,4 @@ def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
         assert shapes.startswith("InputError: the outputs of Echo differ in shape between ranks of 'cfg'")
         assert weights.startswith("InputError: weight weight of Echo differ between ranks of 'cfg'. Load the same")
         assert absent == "1 False"
+        assert order.startswith("MeshError: along mesh axis 'cfg' are the ranks [1, 0], which do not ascend")
