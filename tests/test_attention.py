@@ -335,38 +335,53 @@ def test_second_derivatives_are_right_or_refused(pool: Pool) -> None:
         assert "the gradient of ring attention is differentiated once more" in result["ring"][1]
 
 
-def errors_under_autocast() -> list[list[float]]:
-    """For each case: errors of [out, dq, dk, dv] with KV gathered, as multiples of one process's under autocast."""
+def bf16_errors() -> dict[str, list[float]]:
+    """For each way: errors of [out, dq, dk, dv] on a ring, the largest of some seeds, in those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
-    found = []
-    for seed in range(12):
-        generator = torch.Generator().manual_seed(seed)
-        *tensors, grad = (torch.randn(2, 4, 61, 16, generator=generator).bfloat16() for _ in range(4))
-
-        def run(attention: Any, cast: Any, grad: torch.Tensor = grad, tensors: Any = tensors) -> list[torch.Tensor]:
-            leaves = [cast(x.float()).requires_grad_() for x in tensors]
-            out = attention(*leaves)
-            return [whole(x.detach()).float() for x in (out, *torch.autograd.grad(out, leaves, cast(grad)))]
-
-        exact = run(lambda q, k, v: attention_cases.softmax_attention(q, k, v, None, False, None), torch.Tensor.float)
-        with torch.autocast("cpu", torch.bfloat16):
-            one = run(torch.nn.functional.scaled_dot_product_attention, lambda x: x)
-            three = run(
-                lambda *leaves: meshcp.attention(*leaves, gather_kv=True),
-                lambda x: distribute_tensor(x, mesh, [Shard(2)]),
-            )
-        found.append(
-            [float((a - e).abs().max() / (b - e).abs().max()) for a, b, e in zip(three, one, exact, strict=True)]
+    found: dict[str, list[float]] = {}
+    # Among them the two of forty at which the error was largest when it was too large.
+    for seed, autocast in itertools.product([0, 1, 2, 3, 24, 34], [False, True]):
+        *tensors, grad = (
+            torch.randn(2, 5, 61, 16, generator=torch.Generator().manual_seed(each)).bfloat16()
+            for each in (7 * seed, 7 * seed + 1, 7 * seed + 2, 99 + seed)
         )
+
+        def run(
+            attention: Any,
+            place: Any = lambda x: x,
+            dtype: torch.dtype = torch.float32 if autocast else torch.bfloat16,
+            tensors: Any = tensors,
+            grad: torch.Tensor = grad,
+        ) -> list[torch.Tensor]:
+            leaves = [place(x.to(dtype)).requires_grad_() for x in tensors]
+            out = attention(*leaves)
+            gradients = torch.autograd.grad(out, leaves, place(grad.to(out.dtype)))
+            return [whole(x.detach()).float() for x in (out, *gradients)]
+
+        exact = run(functools.partial(attention_cases.softmax_attention, mask=None, causal=False, scale=None),
+                    dtype=torch.float32)  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            one = run(torch.nn.functional.scaled_dot_product_attention)
+            for gather_kv in (False, True):
+                three = run(
+                    functools.partial(meshcp.attention, gather_kv=gather_kv),
+                    lambda x: distribute_tensor(x, mesh, [Shard(2)]),
+                )
+                name = f"autocast {autocast}, gather_kv {gather_kv}"
+                errors = [
+                    float((a - e).abs().max() / (b - e).abs().max()) for a, b, e in zip(three, one, exact, strict=True)
+                ]
+                found[name] = [max(pair) for pair in zip(errors, found.get(name, errors), strict=True)]
     return found
 
 
-def test_gathered_keys_are_no_worse_than_one_process_under_autocast(pool: Pool) -> None:
-    for found in pool.run(3, errors_under_autocast):
-        assert max(map(max, found)) <= 1.5, found
+def test_bf16_over_the_ring_is_no_worse_than_one_process(pool: Pool) -> None:
+    for found in pool.run(3, bf16_errors):
+        assert len(found) == 4
+        assert max(map(max, found.values())) <= 1.5, found
 
 
 def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:

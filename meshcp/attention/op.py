@@ -20,7 +20,7 @@ from ..collectives import RingExchange
 from ..errors import AttentionError
 from ..mesh import RING, ULYSSES
 from ..placements import Interval, merge_intervals
-from .kernels import KernelCall, choose_kernel, rows_outermost
+from .kernels import KernelCall, choose_kernel, rows_outermost, unrounded_dtype
 from .masks import causal_relation
 from .ring import RingCall, accumulation_dtype, ring_backward, ring_forward
 
@@ -98,15 +98,15 @@ def _backward(
     return tuple(rows_outermost(x) for x in gradients)  # type: ignore[return-value]
 
 
-def _empty_rows(like_BHSD: torch.Tensor, width: int) -> torch.Tensor:
+def _empty_rows(like_BHSD: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     batch, heads, rows, _ = like_BHSD.shape
-    return like_BHSD.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return like_BHSD.new_empty(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _forward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return _empty_rows(q, v.shape[-1], unrounded_dtype(q)), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 def _backward_fake(

@@ -22,7 +22,7 @@ import torch
 
 from ..collectives import RingExchange
 from ..placements import Interval, total
-from .kernels import Kernel, block_backward, block_forward, finite_lse
+from .kernels import Kernel, block_backward, block_forward, finite_lse, unrounded_dtype
 from .masks import causal_mask, causal_relation, select_broadcast
 from .merge import Merger
 
@@ -119,14 +119,18 @@ def ring_forward(
     call: RingCall,
     exchange: RingExchange,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out [B,H,S,E] in the dtype of q, lse [B,H,S] in fp32 or fp64)``, over the KV of every ring rank."""
+    """``(out [B,H,S,E], lse [B,H,S] in fp32 or fp64)``, over the KV of every ring rank.
+
+    ``out`` is in the dtype of q, on the CPU in fp32 for half precision: the backward pass takes each block's gradients
+    from it, and what one rounding of it does to them, kernels that make one pass over all keys partly undo.
+    """
     merger = Merger()
     for owner, k, v in _Blocks(exchange, k_BGKD, v_BGKE, call):
         visible = call.visible(mask, owner, q_BHSD.device) if q_BHSD.numel() and k.numel() else None
         if visible is not None:
             merger.add(*block_forward(call.kernel, q_BHSD, k, v, *visible, call.scale))
     batch, heads, rows, _ = q_BHSD.shape
-    out = q_BHSD.new_zeros(batch, rows, heads, v_BGKE.shape[-1]).transpose(1, 2)
+    out = q_BHSD.new_zeros(batch, rows, heads, v_BGKE.shape[-1], dtype=unrounded_dtype(q_BHSD)).transpose(1, 2)
     lse = q_BHSD.new_full((batch, heads, rows), float("-inf"), dtype=accumulation_dtype(q_BHSD.dtype))
     if (merged := merger.result()) is not None:
         out.copy_(merged[0])
