@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -148,7 +148,8 @@ def context_mesh(mesh: DeviceMesh) -> ContextMesh:
     return ContextMesh(ring, ulysses, ring_rank, ulysses_rank, ring_group, ulysses_group, mesh)
 
 
-def check_order(mesh: DeviceMesh, axes: Collection[str] = ORDERED) -> None:
+@functools.lru_cache(maxsize=64)
+def check_order(mesh: DeviceMesh, axes: tuple[str, ...] = ORDERED) -> None:
     """Raise where a process group, which sorts its ranks, has them in another order than a mesh axis.
 
     Raises:

@@ -91,7 +91,7 @@ class Handle:
     def describe(self) -> str:
         """What this rank holds, in a line: its place on the mesh, its rows of each stream, its heads."""
         context = self.context
-        gathered = " (KV gathered)" if context.ring > 1 and self._runtime.gather_kv else ""
+        gathered = " (KV gathered)" if self._runtime.gather_kv else ""
         place = f"ring {context.ring_rank}/{context.ring}{gathered} ulysses {context.ulysses_rank}/{context.ulysses}"
         lengths = self.lengths
         if not lengths:
@@ -254,7 +254,7 @@ def _facts(handle: Handle, gather: bool) -> dict[str, str]:
     return {
         "model": type(handle.model).__name__,
         "gather": str(gather),
-        "gather_kv": str(handle._runtime.gather_kv and handle._runtime.context.ring > 1),
+        "gather_kv": str(handle._runtime.gather_kv),
         "gradients enabled": str(torch.is_grad_enabled()),
         **{f"plan entry {path!r}": repr(styles) for path, styles in handle.plan.entries},
     }

@@ -11,12 +11,12 @@ from .shard import shard_interval, shard_sizes
 
 
 class Segment(NamedTuple):
-    """A run of rows that lies together both on one ulysses rank and in canonical order.
+    """A run of rows that lies together both on one ulysses rank and in the ring block.
 
     Attributes:
         rank: the ulysses rank that holds the rows while the sequence is sharded.
         local: where the run begins among that rank's rows.
-        block: where it begins in the ring block in canonical order.
+        block: where it begins in the ring block, in the order of :meth:`SequenceLayout.segments`.
         length: how many rows.
     """
 
@@ -118,14 +118,10 @@ class SequenceLayout:
             position += total((mine,))
         return merge_intervals(real)
 
-    def block(self, ring_rank: int) -> tuple[Interval, ...]:
-        """Canonical positions of the rows of a whole ring block, in canonical order."""
-        parts = [part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank)]
-        return merge_intervals(sorted(part for part in parts if part[0] < part[1]))
-
-    def arriving(self, ring_rank: int) -> tuple[Interval, ...]:
-        """As :meth:`block`, the rows of each ulysses rank after those of the one before, as they arrive."""
-        return merge_intervals(part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank))
+    def block(self, ring_rank: int, canonical: bool = True) -> tuple[Interval, ...]:
+        """Canonical positions of the rows of a whole ring block, in the order of :meth:`segments`."""
+        parts = [part for rank in range(self.ulysses) for part in self.rows(ring_rank, rank) if part[0] < part[1]]
+        return merge_intervals(sorted(parts) if canonical else parts)
 
     def over_ring(self) -> SequenceLayout:
         """The ring blocks as a layout over one axis, each rank holding a block in canonical order::
@@ -138,8 +134,11 @@ class SequenceLayout:
             lengths = tuple(size for length in lengths for size in shard_sizes(length, self.ulysses))
         return SequenceLayout(lengths, ulysses=self.ring)
 
-    def segments(self, ring_rank: int) -> tuple[Segment, ...]:
-        """The rows of ring block ``ring_rank`` in canonical order, and where each run lies on its ulysses rank."""
+    def segments(self, ring_rank: int, canonical: bool = True) -> tuple[Segment, ...]:
+        """The rows of ring block ``ring_rank``, and where each run lies on its ulysses rank.
+
+        In canonical order, or as they arrive: those of each ulysses rank after those of the one before.
+        """
         runs: list[tuple[int, int, int, int]] = []
         for rank in range(self.ulysses):
             local = 0
@@ -148,7 +147,7 @@ class SequenceLayout:
                     runs.append((start, rank, local, stop - start))
                 local += stop - start
         segments, block = [], 0
-        for _, rank, local, length in sorted(runs):
+        for _, rank, local, length in sorted(runs) if canonical else runs:
             segments.append(Segment(rank, local, block, length))
             block += length
         return tuple(segments)

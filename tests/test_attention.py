@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import hypothesis
@@ -110,8 +109,7 @@ def test_every_mode(pool: Pool, axes: tuple[tuple[str, int], ...]) -> None:
     ],
 )
 def test_sequences_of_several_streams(pool: Pool, axes: tuple[tuple[str, int], ...], gather_kv: bool) -> None:
-    world = math.prod(degree for _, degree in axes)
-    for rank, wrong in enumerate(pool.run(world, attention_cases.several_streams, axes, gather_kv)):
+    for rank, wrong in enumerate(pool.run(Case(axes).world, attention_cases.several_streams, axes, gather_kv)):
         assert not wrong, f"rank {rank}: " + "; ".join(wrong)
 
 
@@ -335,13 +333,13 @@ def test_second_derivatives_are_right_or_refused(pool: Pool) -> None:
         assert "the gradient of ring attention is differentiated once more" in result["ring"][1]
 
 
-def bf16_errors() -> dict[str, list[float]]:
-    """For each way: errors of [out, dq, dk, dv] on a ring, the largest of some seeds, in those of one process."""
+def bf16_over_the_ring() -> set[tuple[bool, bool]]:
+    """[out, dq, dk, dv] on a ring against one process; the ways, (autocast, gather_kv), in which it ran."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
-    found: dict[str, list[float]] = {}
+    ways = set()
     # Among them the two of forty at which the error was largest when it was too large.
     for seed, autocast in itertools.product([0, 1, 2, 3, 24, 34], [False, True]):
         *tensors, grad = (
@@ -370,18 +368,15 @@ def bf16_errors() -> dict[str, list[float]]:
                     functools.partial(meshcp.attention, gather_kv=gather_kv),
                     lambda x: distribute_tensor(x, mesh, [Shard(2)]),
                 )
-                name = f"autocast {autocast}, gather_kv {gather_kv}"
-                errors = [
-                    float((a - e).abs().max() / (b - e).abs().max()) for a, b, e in zip(three, one, exact, strict=True)
-                ]
-                found[name] = [max(pair) for pair in zip(errors, found.get(name, errors), strict=True)]
-    return found
+                for actual, single, ref in zip(three, one, exact, strict=True):
+                    bf16_no_worse(actual, single, ref)
+                ways.add((autocast, gather_kv))
+    return ways
 
 
 def test_bf16_over_the_ring_is_no_worse_than_one_process(pool: Pool) -> None:
-    for found in pool.run(3, bf16_errors):
-        assert len(found) == 4
-        assert max(map(max, found.values())) <= 1.5, found
+    for ways in pool.run(3, bf16_over_the_ring):
+        assert len(ways) == 4
 
 
 def under_autocast() -> list[tuple[torch.dtype, torch.dtype, float]]:

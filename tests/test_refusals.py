@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], str], str]] = {
         lambda mesh: _refused(model_cases.build(_row()), mesh, gather_kv="no"),
         "PlanError: gather_kv='no' is of type str; needed: gather_kv=True or gather_kv=False",
     ),
-    "another": (
+    "an option that is None": (
         lambda mesh: _refused(model_cases.build(_row()), mesh, gather=None),
         "PlanError: gather=None is of type NoneType",
     ),

@@ -5,7 +5,6 @@ Shapes: B batch, H query heads, G KV heads, S this rank's query rows, K this ran
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -88,8 +87,6 @@ class CallPlan:
         self._query_heads = query[context.ulysses_rank]
         self._kv_index = layout.kv_index(context.ulysses_rank)
         self._q_rows = q.block(context.ring_rank)
-        blocks = () if kv is None else tuple(kv.block(rank) for rank in range(context.ring))
-        arriving = () if kv is None else tuple(kv.arriving(rank) for rank in range(context.ring))
         here = context.ring_rank, context.ulysses_rank
         self._q_real = q.real(*here)
         self._kv_real = None if kv is None else kv.real(*here)
@@ -115,7 +112,8 @@ class CallPlan:
             to, back = (Exchange(each, *where, canonical) for each in ulysses) if ulysses else (None, None)
             ring = context.ring_group, 0, context.ring_rank
             gather = None if gathered is None else Exchange([gathered], *ring, canonical)
-            return _Order(blocks if canonical else arriving, to, back, gather)
+            blocks = () if kv is None else tuple(kv.block(rank, canonical) for rank in range(context.ring))
+            return _Order(blocks, to, back, gather)
 
         self._canonical, self._as_they_come = order(True), order(False)
 
@@ -188,7 +186,7 @@ class CallPlan:
             ((k, v),) = to_heads(order.gather, [[k, v]], unrounded)
         if k.dtype != k_BGKD.dtype:
             # Autocast would round them again, and with them each rank's part of the gradients.
-            local = functools.partial(_without_autocast, local)
+            local = torch.autocast(q.device.type, enabled=False)(local)
             q = q.to(k.dtype)
             mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
         k, v = self._align_kv(k), self._align_kv(v)
@@ -271,19 +269,6 @@ def _over_whole_keys(
     if not (q.numel() and k.numel()):
         return nothing(q, k, v)
     return local(q, k, v, mask, causal, scale)
-
-
-def _without_autocast(
-    local: LocalKernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    with torch.autocast(q.device.type, enabled=False):
-        return local(q, k, v, mask, causal, scale)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

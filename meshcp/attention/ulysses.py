@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..collectives import all_to_all
-from ..placements import Interval, Segment, SequenceLayout, merge_intervals, total
+from ..placements import Interval, SequenceLayout, merge_intervals, total
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,19 @@ class Exchange:
         self._rows = [
             [sum(bundle.layout.local_lengths(ring_rank, rank)) for rank in range(self.degree)] for bundle in bundles
         ]
-        self._segments = [
-            bundle.layout.segments(ring_rank) if canonical else _as_they_come(rows)
-            for bundle, rows in zip(bundles, self._rows, strict=True)
-        ]
+        self._segments = [bundle.layout.segments(ring_rank, canonical) for bundle in bundles]
         self._sent = self._runs()
         self._block = [total(bundle.layout.block(ring_rank)) for bundle in bundles]
         self._geometries: dict[tuple[int, tuple[tuple[int, ...], ...]], _Geometry] = {}
 
     def _runs(self) -> list[tuple[int, int, int]]:
         """What a head shard sends, in the order of the wire: runs ``(bundle, start, stop)`` of rows."""
-        runs: list[tuple[int, int, int]] = []
-        for rank in range(self.degree):
-            for b, segments in enumerate(self._segments):
-                for segment in sorted(segment for segment in segments if segment.rank == rank):
-                    start, stop = segment.block, segment.block + segment.length
-                    if runs and runs[-1][0] == b and runs[-1][2] == start:
-                        start = runs.pop()[1]
-                    runs.append((b, start, stop))
-        return runs
+        sent = sorted((segment.rank, b, segment) for b, segments in enumerate(self._segments) for segment in segments)
+        return [
+            (b, start, stop)
+            for b, run in itertools.groupby(sent, key=operator.itemgetter(1))
+            for start, stop in merge_intervals((each.block, each.block + each.length) for _, _, each in run)
+        ]
 
     # -- the two sides of the wire -------------------------------------------------------------------------------------
     # While the sequence is sharded, a region of the wire belongs to one peer: this rank's rows of the peer's heads.
@@ -229,11 +223,6 @@ class Exchange:
             else:
                 here.copy_(there)
         return results
-
-
-def _as_they_come(rows: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of a block in which the rows of each rank, so many, follow those of the one before."""
-    return tuple(Segment(rank, 0, sum(rows[:rank]), count) for rank, count in enumerate(rows) if count)
 
 
 class _Region(NamedTuple):

@@ -27,7 +27,7 @@ class Runtime:
     """What the styles of one parallel model share while it runs: the mesh, the stream lengths, the attention sites."""
 
     def __init__(self, context: ContextMesh, gather_kv: bool = False) -> None:
-        self._context, self.gather_kv = context, gather_kv
+        self._context, self.gather_kv = context, gather_kv and context.ring > 1
         self.lengths = StreamLengths(context)
         self.backend = _compat.register_attention_backend()
         self.running = False
